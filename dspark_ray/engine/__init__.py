@@ -1,0 +1,1 @@
+"""The serving engine without Ray: sequences, pages, packed steps, drafters, output."""

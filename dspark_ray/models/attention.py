@@ -1,0 +1,175 @@
+"""Paged attention over packed rows: where each token's K/V is written, and which slots each query may see.
+
+One packed row of tokens holds prefill chunks and verify prefixes of every request (paper 5.3: the token axis is never
+padded). Used by the target through transformers' AttentionInterface and by the drafter for its context cache.
+Letters: T packed tokens, R requests, P pages a row, H query heads, G key/value heads, D head size, L layers;
+a slot is one token's place in the pages.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+MAX_PADDED_QUERY = 32  # rows with at most so many query tokens are padded together; longer ones attend alone
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """Rows whose queries are padded to one length and attend in one call."""
+
+    query_index: torch.Tensor  # [R, Q] int64, index into the packed axis (a real index also where padded)
+    query_flat: torch.Tensor  # [n] int64, places of the real queries in the flattened [R * Q]
+    packed: torch.Tensor  # [n] int64, their packed indices
+    kv_slots: torch.Tensor  # [R, C] int64 (a real slot also where padded: never an unwritten one)
+    mask: torch.Tensor | None  # [R, 1, Q, C] bool, None when everything is visible
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Metadata of one packed forward pass; the same for every layer."""
+
+    write_slots: torch.Tensor  # [T] int64, where each packed token's K/V goes
+    groups: tuple[RowGroup, ...]
+
+
+class KVCache:
+    """K/V pages of all layers as flat slots. Knows nothing of requests: slots are handed out elsewhere."""
+
+    def __init__(
+        self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        shape = (num_slots, num_kv_heads, head_dim)
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
+
+    def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Store key, value [T, G, D] at slots [T]."""
+        self.keys[layer].index_copy_(0, slots, key)
+        self.values[layer].index_copy_(0, slots, value)
+
+
+def slots_of(page_table: np.ndarray, rows: np.ndarray, indices: np.ndarray, page_size: int) -> np.ndarray:
+    """Slots of the tokens `indices` (cache index) of `rows`; all arrays of one broadcastable shape, int64."""
+    return page_table[rows, indices // page_size] * page_size + indices % page_size
+
+
+def build_attention_batch(
+    page_table: np.ndarray,  # [R, P]
+    page_size: int,
+    start: np.ndarray,  # [R] cache index of each row's first query token
+    query_lens: np.ndarray,  # [R] >= 1
+    *,
+    causal: bool,
+    device: torch.device,
+) -> AttentionBatch:
+    """Plan attention of rows whose query tokens sit at cache indices start .. start + query_len - 1.
+
+    Each query sees its row's cache indices up to its own (causal) or up to the row's last query (not causal: the draft
+    block of equation 3, whose positions see each other and all context).
+    """
+    offsets = np.concatenate([[0], np.cumsum(query_lens)])
+    rows = np.repeat(np.arange(len(query_lens)), query_lens)
+    within = np.arange(offsets[-1]) - offsets[rows]
+    write_slots = slots_of(page_table, rows, start[rows] + within, page_size)
+    groups = [
+        _row_group(page_table, page_size, start, query_lens, offsets, members, causal, device)
+        for members in _group_rows(query_lens)
+    ]
+    return AttentionBatch(_to(write_slots, device), tuple(groups))
+
+
+def _group_rows(query_lens: np.ndarray) -> list[np.ndarray]:
+    short = np.flatnonzero(query_lens <= MAX_PADDED_QUERY)
+    groups = [np.array([row]) for row in np.flatnonzero(query_lens > MAX_PADDED_QUERY)]
+    return ([short] if len(short) else []) + groups
+
+
+def _row_group(
+    page_table: np.ndarray,
+    page_size: int,
+    start: np.ndarray,
+    query_lens: np.ndarray,
+    offsets: np.ndarray,
+    members: np.ndarray,
+    causal: bool,
+    device: torch.device,
+) -> RowGroup:
+    lens, kv_lens = query_lens[members], start[members] + query_lens[members]
+    query = np.arange(lens.max())
+    context = np.arange(kv_lens.max())
+    query_real = query[None, :] < lens[:, None]  # [R, Q]
+    query_index = offsets[members][:, None] + np.minimum(query[None, :], lens[:, None] - 1)
+    kv_index = np.minimum(context[None, :], kv_lens[:, None] - 1)  # padding repeats a written slot and is masked
+    kv_slots = slots_of(page_table, members[:, None], kv_index, page_size)
+    last_seen = start[members][:, None] + (np.minimum(query[None, :], lens[:, None] - 1) if causal else lens[:, None] - 1)
+    mask = context[None, None, :] <= np.broadcast_to(last_seen, query_index.shape)[:, :, None]  # [R, Q, C]
+    query_flat = np.flatnonzero(query_real)
+    return RowGroup(
+        _to(query_index, device),
+        _to(query_flat, device),
+        _to(query_index.reshape(-1)[query_flat], device),
+        _to(kv_slots, device),
+        None if mask.all() else _to(mask[:, None], device),
+    )
+
+
+def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device, non_blocking=True)
+
+
+def paged_attention(
+    query: torch.Tensor,  # [T, H, D]
+    cache: KVCache,
+    layer: int,
+    batch: AttentionBatch,
+    scaling: float,
+) -> torch.Tensor:  # [T, H, D]
+    """Attend each packed query to its row's slots; the step's own K/V must have been written before."""
+    out = torch.empty_like(query)
+    keys, values = cache.keys[layer], cache.values[layer]
+    for group in batch.groups:
+        rows, num_queries = group.query_index.shape
+        q = query[group.query_index.reshape(-1)].view(rows, num_queries, *query.shape[1:]).transpose(1, 2)
+        k = _gather(keys, group.kv_slots)
+        v = _gather(values, group.kv_slots)
+        attended = scaled_dot_product_attention(
+            q, k, v, attn_mask=group.mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        flat = attended.transpose(1, 2).reshape(rows * num_queries, *query.shape[1:])
+        out.index_copy_(0, group.packed, flat.index_select(0, group.query_flat))
+    return out
+
+
+def _gather(pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:  # [R, G, C, D]
+    rows, context = slots.shape
+    return pages.index_select(0, slots.reshape(-1)).view(rows, context, *pages.shape[1:]).transpose(1, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionContext:
+    """What the registered attention function finds while a packed forward pass runs."""
+
+    cache: KVCache
+    batch: AttentionBatch
+
+
+_active: ContextVar[AttentionContext] = ContextVar("dspark_attention_context")
+
+
+@contextmanager
+def attention_context(cache: KVCache, batch: AttentionBatch) -> Iterator[None]:
+    """The one place where ambient attention metadata is set; wraps one forward pass."""
+    token = _active.set(AttentionContext(cache, batch))
+    try:
+        yield
+    finally:
+        _active.reset(token)
+
+
+def active_context() -> AttentionContext:
+    return _active.get()

@@ -1,0 +1,1 @@
+"""Ray Core actors: thin shells around the engine floor's plain classes."""
