@@ -3,7 +3,7 @@
 Every default is what the demo runs. Nothing else (environment, flags) configures the application.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -93,6 +93,7 @@ class ServingConfig(_Section):
     max_ongoing_requests: int = Field(256, ge=1)
     max_queued_requests: int = Field(512, ge=1)
     request_timeout_seconds: float = Field(600.0, gt=0)
+    failover_seconds: float = Field(90.0, gt=0, description="wait for a healthy replica to continue a stream, then 503")
     max_n: int = Field(8, ge=1)
 
 
@@ -104,3 +105,18 @@ class AppConfig(_Section):
     verification: VerificationConfig = Field(default_factory=VerificationConfig)
     engine: EngineConfig = Field(default_factory=EngineConfig)
     serving: ServingConfig = Field(default_factory=ServingConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest_dotted_keys(cls, data: Any) -> Any:
+        """`serve run deployments:build_app drafter.kind=ngram` passes flat keys; a YAML passes nested sections."""
+        return _nested(data) if isinstance(data, dict) else data
+
+
+def _nested(data: dict[str, Any]) -> dict[str, Any]:
+    tree = {key: value for key, value in data.items() if "." not in key}
+    for key, value in data.items():
+        section, dot, field = key.partition(".")
+        if dot and isinstance(tree.setdefault(section, {}), dict):
+            tree[section] = {**tree[section], field: value}
+    return tree
