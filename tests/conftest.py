@@ -1,0 +1,34 @@
+"""Fixtures of all tests: one thread (the machine is shared), and the reference material beside the checkout."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def shared_dir() -> Path:
+    """The folder of reference vectors and prompts beside the checkout; absent in a public clone."""
+    folder = REPOSITORY.parent / "shared"
+    if not (folder / "golden").is_dir():
+        pytest.skip("no ../shared beside the checkout: the reference vectors are not part of a public clone")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def golden_dir(shared_dir: Path) -> Path:
+    """Vectors of the reference training code on tiny models."""
+    return shared_dir / "golden"
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir() -> Path:
+    """Tiny seeded models and vectors made by tests/fixtures/make_fixtures.py; part of the repository."""
+    return REPOSITORY / "tests" / "fixtures"
