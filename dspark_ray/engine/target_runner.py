@@ -1,0 +1,317 @@
+"""One rank of the target: takes a step's plan and drafts, admits, runs the packed pass, verifies, sends features.
+
+A plain class: TargetWorker wraps it in an actor, LocalExecutor calls it in place. Keeps no request state between steps
+but the pages' contents. Every rank computes the same admission from the same bytes; only rank 0 verifies and answers.
+Letters: R rows, T packed tokens, K draft positions, D drafters, V vocabulary, d hidden size.
+"""
+
+import logging
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from dspark_ray.algorithm.cost_table import CostTable
+from dspark_ray.algorithm.prefix_scheduler import PrefixScheduler
+from dspark_ray.algorithm.proposal import DraftBatch, survival
+from dspark_ray.algorithm.verification import Verdict, verify
+from dspark_ray.config import AppConfig
+from dspark_ray.engine.batch import FeatureBatch, StepPlan, StepResult, TargetInfo
+from dspark_ray.engine.drafters.factory import draft_block_size
+from dspark_ray.engine.memory import num_pages_that_fit
+from dspark_ray.engine.profiler import profile_target
+from dspark_ray.models.attention import build_attention_batch
+from dspark_ray.models.checkpoints import load_feature_projection, read_target_layer_ids
+from dspark_ray.models.resolve import resolve_drafter, resolve_model
+from dspark_ray.models.target import TargetModel, resolve_device, resolve_dtype
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedDrafts:
+    """The drafts that arrived, in the order of the plan's rows; rows without a draft have num_drafts 0."""
+
+    num_drafts: np.ndarray  # [R] int64
+    tokens: np.ndarray  # [R, K] int64
+    survival: np.ndarray  # [R, K] float32
+    q_ids: np.ndarray | None  # [R, K, k] int64
+    q_probs: np.ndarray | None  # [R, K, k] float32
+    draft_seconds: float
+
+
+def align_drafts(plan: StepPlan, num_draft_tokens: int, drafts: tuple[DraftBatch, ...]) -> AlignedDrafts:
+    """Bring drafts into row order. A draft for an anchor other than the row's is stale and left out (by position,
+    never by a token's value)."""
+    rows, width = plan.num_rows, num_draft_tokens
+    index = {request_id: row for row, request_id in enumerate(plan.request_ids)}
+    anchors = plan.start_positions + plan.query_lens - 1
+    num_drafts = np.zeros(rows, dtype=np.int64)
+    tokens = np.zeros((rows, width), dtype=np.int64)
+    confidences = np.zeros((rows, width), dtype=np.float32)
+    support = max((batch.q_ids.shape[2] for batch in drafts if batch.q_ids is not None), default=0)
+    q_ids = np.zeros((rows, width, support), dtype=np.int64)
+    q_probs = np.zeros((rows, width, support), dtype=np.float32)
+    for batch in drafts:
+        pairs = [(i, index[r]) for i, r in enumerate(batch.request_ids) if r in index]
+        source = np.array([i for i, _ in pairs], dtype=np.int64)
+        target = np.array([row for _, row in pairs], dtype=np.int64)
+        fresh = batch.anchor_positions[source] == anchors[target]
+        source, target = source[fresh], target[fresh]
+        num_drafts[target] = np.minimum(batch.num_drafts[source], width)
+        count = min(width, batch.tokens.shape[1])
+        tokens[target, :count] = batch.tokens[source, :count]
+        confidences[target, :count] = batch.confidences[source, :count]
+        if batch.q_ids is not None and batch.q_probs is not None:
+            k = batch.q_ids.shape[2]
+            q_ids[target, :count, :k] = batch.q_ids[source, :count]
+            q_probs[target, :count, :k] = batch.q_probs[source, :count]
+    live = np.arange(width)[None, :] < num_drafts[:, None]
+    seconds = max((batch.draft_seconds for batch in drafts), default=0.0)
+    return AlignedDrafts(
+        num_drafts,
+        tokens,
+        np.where(live, survival(confidences), 0.0).astype(np.float32),
+        q_ids if support else None,
+        q_probs if support else None,
+        seconds,
+    )
+
+
+class TargetRunner:
+    """Owns one rank's model and pages. `load` before anything else; `set_cost_table` before a policy needs it."""
+
+    def __init__(self, config: AppConfig, rank: int = 0, world_size: int = 1) -> None:
+        self._config, self._rank, self._world_size = config, rank, world_size
+        self._scheduler: PrefixScheduler | None = None
+        self._cost_table: CostTable | None = None
+        self._projection: torch.nn.Module | None = None
+
+    def load(self) -> TargetInfo:
+        """Load weights, taps and pages; returns what the engine must know (the same on every rank)."""
+        target = self._config.target
+        folder = str(resolve_model(target.model))
+        self._device = resolve_device(target.device, self._rank)
+        dtype = resolve_dtype(target.dtype, self._device)
+        self._model = TargetModel.load(folder, dtype=dtype, device=self._device, tp_size=self._world_size)
+        self._num_draft_tokens = draft_block_size(self._config.drafter, target.model)
+        self._load_projection(dtype)
+        engine = self._config.engine
+        max_len = min(target.max_model_len or self._model.max_positions, self._model.max_positions)
+        num_pages = engine.num_pages or num_pages_that_fit(
+            self._model.kv_bytes_per_token(self._world_size) * engine.page_size,
+            engine.kv_memory_fraction,
+            self._device,
+            most=engine.max_num_seqs * -(-max_len // engine.page_size),
+        )
+        self._cache = self._model.allocate(num_pages, engine.page_size, self._world_size)
+        self._info = TargetInfo(
+            num_pages=num_pages,
+            page_size=engine.page_size,
+            max_model_len=min(max_len, num_pages * engine.page_size),
+            vocab_size=self._model.vocab_size,
+            num_draft_tokens=self._num_draft_tokens,
+            dtype=str(dtype).removeprefix("torch."),
+            device=self._device.type,
+            provenance=self._provenance(folder),
+        )
+        return self._info
+
+    def _provenance(self, folder: str) -> dict[str, str]:
+        return {
+            "model": folder,
+            "dtype": str(self._model.dtype).removeprefix("torch."),
+            "device": torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "cpu",
+            "tensor_parallel_size": str(self._world_size),
+            "threads": str(torch.get_num_threads()),
+            "torch": torch.__version__,
+        }
+
+    def _load_projection(self, dtype: torch.dtype) -> None:
+        """Rank 0 carries the drafter's fc and hidden_norm, so that d numbers a token travel instead of m x d."""
+        drafter = self._config.drafter
+        if drafter.kind not in ("dspark", "dflash") or self._rank != 0:
+            return
+        folder = str(resolve_drafter(drafter, self._config.target.model))
+        self._model.tap(read_target_layer_ids(folder, self._model.num_layers))
+        self._projection = load_feature_projection(folder, dtype=dtype, device=self._device)
+
+    def set_cost_table(self, table: CostTable | None) -> None:
+        """Give the admission its SPS curve; raises ConfigError if the policy needs one and there is none."""
+        verification = self._config.verification
+        self._cost_table = table
+        self._scheduler = PrefixScheduler(
+            verification.policy,
+            static_len=verification.static_len,
+            threshold=verification.threshold,
+            cost_table=table,
+        )
+
+    @property
+    def feature_shape(self) -> tuple[int, torch.dtype]:
+        """(size, dtype) of a feature row on its way to a drafter; size 0 for drafters that need only tokens."""
+        return (int(self._model.config.hidden_size) if self._projection is not None else 0, self._model.dtype)
+
+    def profile(self) -> CostTable:
+        """Measure step time by batch tokens with synthetic steps. Call before serving."""
+
+        def run(plan: StepPlan, verify_lens: np.ndarray) -> object:
+            empty = align_drafts(plan, self._num_draft_tokens, ())
+            return self.run(plan, empty, verify_lens, 0)
+
+        return profile_target(run, self._info, self._config.engine.max_num_seqs)
+
+    def execute(
+        self, plan: StepPlan, num_drafters: int, *drafts: DraftBatch
+    ) -> tuple[StepResult | None, tuple[FeatureBatch, ...]]:
+        """One step. Rank 0 returns the result and a FeatureBatch per drafter; other ranks (None, ())."""
+        aligned = align_drafts(plan, self._num_draft_tokens, drafts)
+        return self.run(plan, aligned, self._admit(plan, aligned), num_drafters)
+
+    def _admit(self, plan: StepPlan, aligned: AlignedDrafts) -> np.ndarray:  # [R] verify_len
+        assert self._scheduler is not None, "set_cost_table comes before the first step"
+        limit = np.minimum(aligned.num_drafts, plan.max_drafts)
+        return self._scheduler.lens(
+            aligned.survival, limit, base_tokens=len(plan.token_ids), draft_budget=plan.draft_budget
+        )
+
+    def run(
+        self, plan: StepPlan, aligned: AlignedDrafts, verify_lens: np.ndarray, num_drafters: int
+    ) -> tuple[StepResult | None, tuple[FeatureBatch, ...]]:
+        """The forward pass over anchors, prefill chunks and the given prefix of each draft, then verification."""
+        started = time.perf_counter()
+        packed = _pack(plan, aligned, verify_lens)
+        output = self._model.forward(
+            torch.from_numpy(packed.token_ids).to(self._device),
+            torch.from_numpy(packed.positions).to(self._device),
+            self._cache,
+            build_attention_batch(
+                plan.page_table,
+                self._config.engine.page_size,
+                plan.start_positions,
+                packed.lens,
+                causal=True,
+                device=self._device,
+            ),
+            torch.from_numpy(packed.logit_rows).to(self._device),
+        )
+        if self._rank != 0:
+            return None, ()
+        verdict = self._verify(plan, aligned, verify_lens, output.logits)
+        committed = plan.query_lens + verdict.num_accepted
+        features = _feature_batches(
+            plan, packed, committed, verdict, verify_lens, self._project(output.taps), num_drafters
+        )
+        result = _result(plan, aligned, verify_lens, verdict, len(packed.token_ids), time.perf_counter() - started)
+        return result, features
+
+    def _project(self, taps: torch.Tensor | None) -> torch.Tensor | None:
+        if self._projection is None or taps is None:
+            return None
+        with torch.inference_mode():
+            return self._projection(taps).cpu()
+
+    def _verify(self, plan: StepPlan, aligned: AlignedDrafts, verify_lens: np.ndarray, logits: torch.Tensor) -> Verdict:
+        """Verify the sampling rows; rows that only prefill get an empty verdict."""
+        rows = np.flatnonzero(plan.samples)
+        width = self._num_draft_tokens + 1
+        tokens = np.zeros((plan.num_rows, width), dtype=np.int64)
+        num_accepted = np.zeros(plan.num_rows, dtype=np.int64)
+        failed = np.zeros(plan.num_rows, dtype=bool)
+        if len(rows):
+            with torch.inference_mode():
+                verdict = verify(
+                    logits,
+                    torch.from_numpy(aligned.tokens[rows]).to(self._device),
+                    verify_lens[rows],
+                    _select(aligned.q_ids, rows, self._device),
+                    _select(aligned.q_probs, rows, self._device),
+                    plan.sampling.select(rows),
+                    (plan.start_positions + plan.query_lens - 1)[rows],
+                    plan.step,
+                )
+            tokens[rows], num_accepted[rows], failed[rows] = verdict.tokens, verdict.num_accepted, verdict.failed
+        return Verdict(tokens, num_accepted, failed)
+
+
+def _select(values: np.ndarray | None, rows: np.ndarray, device: torch.device) -> torch.Tensor | None:
+    return None if values is None else torch.from_numpy(values[rows]).to(device)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTokens:
+    """The token axis of one forward pass: each row's tokens, then its admitted drafts."""
+
+    token_ids: np.ndarray  # [T] int64
+    positions: np.ndarray  # [T] int64
+    lens: np.ndarray  # [R] int64
+    rows: np.ndarray  # [T] int64, row of each token
+    within: np.ndarray  # [T] int64, its index in the row
+    logit_rows: np.ndarray  # int64, packed indices that need logits: last token and drafts of sampling rows
+
+
+def _pack(plan: StepPlan, aligned: AlignedDrafts, verify_lens: np.ndarray) -> PackedTokens:
+    lens = plan.query_lens + verify_lens
+    rows = np.repeat(np.arange(plan.num_rows), lens)
+    within = np.arange(lens.sum()) - np.repeat(np.cumsum(lens) - lens, lens)
+    is_draft = within >= plan.query_lens[rows]
+    token_ids = np.empty(len(rows), dtype=np.int64)
+    token_ids[~is_draft] = plan.token_ids
+    token_ids[is_draft] = aligned.tokens[rows[is_draft], (within - plan.query_lens[rows])[is_draft]]
+    needs_logits = plan.samples[rows] & (within >= plan.query_lens[rows] - 1)
+    return PackedTokens(
+        token_ids, plan.start_positions[rows] + within, lens, rows, within, np.flatnonzero(needs_logits)
+    )
+
+
+def _feature_batches(
+    plan: StepPlan,
+    packed: PackedTokens,
+    committed: np.ndarray,  # [R] tokens of each row that stay
+    verdict: Verdict,
+    verify_lens: np.ndarray,
+    features: torch.Tensor | None,  # [T, d]
+    num_drafters: int,
+) -> tuple[FeatureBatch, ...]:
+    """One message per drafter with the rows routed to it. The anchor is the last token emitted."""
+    stays = packed.within < committed[packed.rows]
+    anchors = verdict.tokens[np.arange(plan.num_rows), verdict.num_accepted]
+    batches = []
+    for drafter in range(num_drafters):
+        rows = np.flatnonzero((plan.routes == drafter) & plan.wants_draft & ~verdict.failed)
+        chosen = np.flatnonzero(stays & np.isin(packed.rows, rows))
+        batches.append(
+            FeatureBatch(
+                step=plan.step,
+                request_ids=tuple(plan.request_ids[row] for row in rows),
+                start_positions=plan.start_positions[rows],
+                counts=committed[rows],
+                token_ids=packed.token_ids[chosen],
+                features=None if features is None else features[torch.from_numpy(chosen)],
+                anchors=anchors[rows],
+                drafts=plan.samples[rows],
+                num_admitted=verify_lens[rows],
+                num_accepted=verdict.num_accepted[rows],
+                sampling=plan.sampling.select(rows),
+            )
+        )
+    return tuple(batches)
+
+
+def _result(
+    plan: StepPlan, aligned: AlignedDrafts, verify_lens: np.ndarray, verdict: Verdict, batch_tokens: int, seconds: float
+) -> StepResult:
+    return StepResult(
+        step=plan.step,
+        tokens=verdict.tokens,
+        num_new=np.where(plan.samples & ~verdict.failed, verdict.num_accepted + 1, 0),
+        num_drafted=aligned.num_drafts,
+        num_admitted=verify_lens,
+        num_accepted=verdict.num_accepted,
+        survival=aligned.survival,
+        failed=verdict.failed,
+        batch_tokens=batch_tokens,
+        step_seconds=seconds,
+        draft_seconds=aligned.draft_seconds,
+    )
