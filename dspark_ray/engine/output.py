@@ -62,6 +62,11 @@ class OutputProcessor:
     def num_remaining(self) -> int:
         return self._sampling.max_tokens - self.num_tokens
 
+    def replay(self, token_ids: tuple[int, ...]) -> None:
+        """Bring the state to where it was after `token_ids`, which were emitted (and shown) elsewhere."""
+        if token_ids:
+            self.push(list(token_ids))
+
     def push(self, token_ids: list[int]) -> OutputDelta:
         """Take the tokens of one step in order; stop at the first token that ends the request."""
         kept: list[int] = []
