@@ -31,7 +31,9 @@ class StepPlan:
     sampling: SamplingColumns
     wants_draft: np.ndarray  # [R] bool, a draft for the step after is wanted
     draft_budget: int | None = None  # drafts admitted over all rows (policy adaptive); None: the policy decides alone
-    routes: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.int64))  # [R] drafter index; set by executor
+    routes: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, dtype=np.int64)
+    )  # [R] drafter index; set by executor
 
     @property
     def num_rows(self) -> int:
@@ -63,8 +65,8 @@ class StepResult:
 class FeatureBatch:
     """What a drafter learns from one step: newly committed tokens and their features, and the new anchors.
 
-    For row r, `counts[r]` tokens at positions `start_positions[r]...` were committed (prefill chunk, or the old anchor and
-    the accepted drafts); `features` holds H_ctx of equation 2 for each (None for drafters that need only tokens). If
+    For row r, `counts[r]` tokens at positions `start_positions[r]...` were committed (prefill chunk, or the old anchor
+    and the accepted drafts); `features` holds H_ctx of equation 2 for each (None for drafters that need only tokens). If
     `drafts[r]`, the drafter proposes a block after `anchors[r]`, which sits at `start_positions[r] + counts[r]`.
     """
 

@@ -70,7 +70,9 @@ class LaggedSurvival:
 class DraftBudget:
     """Answers one question a step: how many drafts may be admitted over all requests."""
 
-    def __init__(self, scheduler: PrefixScheduler, lag: int, num_draft_tokens: int, source: BudgetSource | None) -> None:
+    def __init__(
+        self, scheduler: PrefixScheduler, lag: int, num_draft_tokens: int, source: BudgetSource | None
+    ) -> None:
         self._scheduler, self._source, self._width = scheduler, source, num_draft_tokens
         self._lagged = LaggedSurvival(lag)
         self.in_force: int | None = None
@@ -90,9 +92,7 @@ class DraftBudget:
         else:
             self.from_local += 1
             survival = self._lagged.matrix(request_ids, self._width)
-            self.in_force = self._scheduler.budget(
-                survival, max_drafts, base_tokens=base_tokens, cost_table=cost_table
-            )
+            self.in_force = self._scheduler.budget(survival, max_drafts, base_tokens=base_tokens, cost_table=cost_table)
         return self.in_force
 
     def observe(self, rows: dict[str, np.ndarray], finished: tuple[str, ...], report: LoadReport) -> None:

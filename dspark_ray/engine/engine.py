@@ -22,7 +22,7 @@ from dspark_ray.engine.kv_cache import PageAllocator
 from dspark_ray.engine.output import OutputProcessor, TextDecoder, read_eos_token_ids
 from dspark_ray.engine.planning import build_plan
 from dspark_ray.engine.request_scheduler import RequestScheduler, ScheduledRow
-from dspark_ray.engine.sequence import Sequence, noise_seed_of
+from dspark_ray.engine.sequence import Sequence, TokenHistories, noise_seed_of
 from dspark_ray.engine.stats import EngineStats
 from dspark_ray.errors import DSparkError, EngineDeadError, ExecutorError, QueueFullError, RequestError
 from dspark_ray.request import GenerationChunk, GenerationRequest, SpeculationCounts
@@ -119,7 +119,9 @@ class Engine:
             raise RequestError(f"request id {request.request_id!r} is in use already", param="request_id")
         self._validate(request)
         if self.scheduler.num_pending >= self._config.engine.max_queued:
-            raise QueueFullError(f"{self.scheduler.num_pending} requests are pending (limit {self._config.engine.max_queued})")
+            raise QueueFullError(
+                f"{self.scheduler.num_pending} requests are pending (limit {self._config.engine.max_queued})"
+            )
         output = OutputProcessor(request.sampling, self._eos, self._decoder)
         output.replay(request.resumed_token_ids)
         sequence = Sequence(
@@ -185,13 +187,10 @@ class Engine:
         self._step += 1
         plan = self._plan(rows)
         finished, self._finished = tuple(self._finished), []
-        histories = {
-            row.sequence.request_id: np.array(row.sequence.tokens[: row.sequence.num_computed], dtype=np.int64)
-            for row in rows
-            if row.sequence.request.speculation
-        }
         try:
-            result = await self._executor.step(plan, finished, histories)
+            result = await self._executor.step(
+                plan, finished, TokenHistories({r.sequence.request_id: r.sequence for r in rows})
+            )
         except ExecutorError:
             self._finished.extend(finished)
             raise

@@ -1,6 +1,7 @@
 """The engine's executor in one process, without Ray: the test seam, the single-process mode, Ray's cost baseline."""
 
 import asyncio
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,8 @@ from dspark_ray.engine.target_runner import TargetRunner
 
 
 class LocalExecutor:
-    """Runs target and drafter one after the other on a thread of its own; the event loop stays free."""
+    """Runs target and drafter one after the other on a thread of its own; the event loop stays free. Its one drafter
+    never changes, so it has seen every request from the start."""
 
     def __init__(self, config: AppConfig, drafter: Drafter | None = None) -> None:
         self._config = config
@@ -38,15 +40,15 @@ class LocalExecutor:
         self._drafter = self._given_drafter or build_drafter(self._config)
         return info
 
-    async def step(self, plan: StepPlan, finished: tuple[str, ...], histories: dict[str, Any]) -> StepResult:
-        return await self._call(self._step, plan, finished, histories)
+    async def step(self, plan: StepPlan, finished: tuple[str, ...], histories: Mapping[str, np.ndarray]) -> StepResult:
+        return await self._call(self._step, plan, finished)
 
-    def _step(self, plan: StepPlan, finished: tuple[str, ...], histories: dict[str, np.ndarray]) -> StepResult:
+    def _step(self, plan: StepPlan, finished: tuple[str, ...]) -> StepResult:
         plan = replace(plan, routes=np.zeros(plan.num_rows, dtype=np.int64))
         result, features = self._runner.execute(plan, 1 if self._drafter else 0, *self._drafts)
         assert result is not None
         if self._drafter is not None:
-            self._drafts = (self._drafter.propose(DraftPlan(plan.step, finished, histories), features[0]),)
+            self._drafts = (self._drafter.propose(DraftPlan(plan.step, finished), features[0]),)
         return result
 
     async def profile(self) -> CostTable:

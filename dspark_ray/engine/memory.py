@@ -21,6 +21,6 @@ def num_pages_that_fit(page_bytes: int, fraction: float, device: torch.device, m
     if pages < 2:
         raise ConfigError(
             f"no room for K/V pages: {free / 2**30:.2f} GiB free on {device}, kv_memory_fraction {fraction} gives "
-            f"{pages} pages of {page_bytes / 2**20:.2f} MiB; expected at least 2: free memory or raise kv_memory_fraction"
+            f"{pages} pages of {page_bytes / 2**20:.2f} MiB; expected at least 2: free memory or raise the fraction"
         )
     return pages

@@ -28,7 +28,9 @@ class RequestScheduler:
     """Waiting and running sequences, first come first served. A sequence that finds no page preempts the newest one,
     which is recomputed later from its prompt and what it has emitted."""
 
-    def __init__(self, config: EngineConfig, allocator: PageAllocator, num_draft_tokens: int, max_model_len: int) -> None:
+    def __init__(
+        self, config: EngineConfig, allocator: PageAllocator, num_draft_tokens: int, max_model_len: int
+    ) -> None:
         self._config = config
         self._allocator = allocator
         self._num_draft_tokens = num_draft_tokens

@@ -2,7 +2,10 @@
 
 import asyncio
 import secrets
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from dspark_ray.engine.output import OutputProcessor
 from dspark_ray.request import MAX_SEED, GenerationChunk, GenerationRequest
@@ -14,7 +17,7 @@ def noise_seed_of(request: GenerationRequest) -> int:
     return seed if seed is not None else secrets.randbelow(MAX_SEED)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """Tokens are prompt + output; the first `num_computed` have K/V in the pages. The last token of a decoding
     sequence is its anchor: emitted, not yet computed."""
@@ -53,3 +56,21 @@ class Sequence:
     def reset(self) -> None:
         """Forget all K/V (preemption, lost group): everything is computed again; nothing emitted is lost."""
         self.num_computed = 0
+
+
+class TokenHistories(Mapping[str, np.ndarray]):
+    """The tokens of a step's requests before that step, made only when asked for: an executor needs them for the few
+    requests whose drafter is new to them."""
+
+    def __init__(self, sequences: dict[str, Sequence]) -> None:
+        self._sequences = sequences
+
+    def __getitem__(self, request_id: str) -> np.ndarray:  # [num_computed] int64
+        sequence = self._sequences[request_id]
+        return np.array(sequence.tokens[: sequence.num_computed], dtype=np.int64)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._sequences)
+
+    def __len__(self) -> int:
+        return len(self._sequences)

@@ -64,7 +64,9 @@ class TargetModel:
         self._tapped: tuple[int, ...] = ()
 
     @classmethod
-    def load(cls, folder: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", tp_size: int = 1) -> "TargetModel":
+    def load(
+        cls, folder: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", tp_size: int = 1
+    ) -> "TargetModel":
         """Load a model folder. With tp_size > 1 torch.distributed must be initialised; weights are sharded by
         transformers' own plan over gloo (CPU) or NCCL (CUDA)."""
         device = torch.device(device)
@@ -100,13 +102,14 @@ class TargetModel:
         return KVCache(self.num_layers, num_pages * page_size, heads // tp_size, head_dim, self.dtype, self.device)
 
     def tap(self, layers: tuple[int, ...]) -> None:
-        """Choose the layers whose outputs `forward` returns; id i is the output of decoder layer i, -1 the embeddings."""
+        """Choose the layers whose outputs `forward` returns; id i is decoder layer i, -1 the embeddings."""
         if self._tapped:
             raise ConfigError("the taps of a target model are chosen once")
         for layer in layers:
             if not EMBEDDING_LAYER <= layer < self.num_layers:
                 raise CheckpointError(
-                    f"target_layer_ids contains {layer}, but the target has layers 0..{self.num_layers - 1} (-1: embeddings)"
+                    f"target_layer_ids contains {layer}, but the target has layers 0..{self.num_layers - 1} "
+                    "(-1: embeddings)"
                 )
             module = self._decoder.embed_tokens if layer == EMBEDDING_LAYER else self._decoder.layers[layer]
             module.register_forward_hook(self._hook(layer))
@@ -172,7 +175,9 @@ def check_supported(config: PretrainedConfig, tp_size: int = 1) -> None:
         raise UnsupportedModelError(f"{name} has layers of type {other}; only full_attention is supported")
     sliding = getattr(text, "sliding_window", None)
     if sliding and getattr(text, "use_sliding_window", True) and not getattr(text, "layer_types", None):
-        raise UnsupportedModelError(f"{name} uses a sliding window of {sliding} tokens; only full attention is supported")
+        raise UnsupportedModelError(
+            f"{name} uses a sliding window of {sliding} tokens; only full attention is supported"
+        )
     if name == "gpt_oss":
         raise UnsupportedModelError("gpt_oss uses attention sinks, which the paged attention does not have")
     heads, _ = kv_shape(text)
@@ -184,7 +189,7 @@ def check_supported(config: PretrainedConfig, tp_size: int = 1) -> None:
 
 
 def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig | None = None) -> torch.dtype:
-    """`auto`: the checkpoint's type on CUDA; on CPU bfloat16 where the processor multiplies it natively, else float32."""
+    """`auto`: the checkpoint's type on CUDA; on CPU bfloat16 where the processor multiplies it, else float32."""
     if name != "auto":
         return getattr(torch, name)
     if device.type == "cuda":
