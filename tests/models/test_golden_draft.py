@@ -71,3 +71,15 @@ def test_two_rounds_match_an_independent_dense_implementation(fixtures_dir: Path
     _check_round(runner, golden, "r1")
     runner.append(0, golden["r2_features"][0])
     _check_round(runner, golden, "r2")
+
+
+def test_dflash_predictions_match_an_independent_dense_implementation(fixtures_dir: Path) -> None:
+    model, golden = _load(fixtures_dir / "draft_dflash", str(fixtures_dir / "target"))
+    runner = DraftRunner(model, num_rows=1)
+    for name in ("r1", "r2"):
+        runner.append(0, golden[f"{name}_features"][0])
+        hidden = runner.block(golden[f"{name}_anchor"])
+        assert_close(hidden, golden[f"{name}_hidden"], **TOLERANCE)
+        logits = model.base_logits(model.predictions(hidden, model.config.max_draft_tokens))
+        assert_close(logits, golden[f"{name}_base_logits"], **TOLERANCE)
+        assert logits.argmax(-1).tolist() == golden[f"{name}_tokens"].tolist()
