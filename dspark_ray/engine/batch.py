@@ -66,8 +66,8 @@ class FeatureBatch:
     """What a drafter learns from one step: newly committed tokens and their features, and the new anchors.
 
     For row r, `counts[r]` tokens at positions `start_positions[r]...` were committed (prefill chunk, or the old anchor
-    and the accepted drafts); `features` holds H_ctx of equation 2 for each (None for drafters that need only tokens). If
-    `drafts[r]`, the drafter proposes a block after `anchors[r]`, which sits at `start_positions[r] + counts[r]`.
+    and the accepted drafts); `features` holds H_ctx of equation 2 for each (None for drafters that need only tokens).
+    If `drafts[r]`, the drafter proposes a block after `anchors[r]`, which sits at `start_positions[r] + counts[r]`.
     """
 
     step: int

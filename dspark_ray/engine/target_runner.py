@@ -18,15 +18,17 @@ from dspark_ray.algorithm.proposal import DraftBatch, survival
 from dspark_ray.algorithm.verification import Verdict, verify
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.batch import FeatureBatch, StepPlan, StepResult, TargetInfo
-from dspark_ray.engine.drafters.factory import draft_block_size
 from dspark_ray.engine.memory import num_pages_that_fit
 from dspark_ray.engine.profiler import profile_target
 from dspark_ray.models.attention import build_attention_batch
-from dspark_ray.models.checkpoints import load_feature_projection, read_target_layer_ids
+from dspark_ray.models.checkpoints import load_feature_projection
+from dspark_ray.models.draft_config import check_layer_range, read_draft_config
 from dspark_ray.models.resolve import resolve_drafter, resolve_model
 from dspark_ray.models.target import TargetModel, resolve_device, resolve_dtype
 
 logger = logging.getLogger(__name__)
+
+DEFAULT_DRAFT_TOKENS = 4  # for drafters whose checkpoint names no block size
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,17 @@ def align_drafts(plan: StepPlan, num_draft_tokens: int, drafts: tuple[DraftBatch
     )
 
 
+def resolve_num_draft_tokens(config: AppConfig) -> int:
+    """K: as configured, else the checkpoint's block size, else DEFAULT_DRAFT_TOKENS; 0 without a drafter."""
+    drafter = config.drafter
+    if drafter.kind == "none":
+        return 0
+    if drafter.kind in ("dspark", "dflash"):
+        folder = str(resolve_drafter(drafter, config.target.model))
+        return read_draft_config(folder).resolve_num_draft_tokens(drafter.num_draft_tokens)
+    return drafter.num_draft_tokens or DEFAULT_DRAFT_TOKENS
+
+
 class TargetRunner:
     """Owns one rank's model and pages. `load` before anything else; `set_cost_table` before a policy needs it."""
 
@@ -95,7 +108,7 @@ class TargetRunner:
         self._device = resolve_device(target.device, self._rank)
         dtype = resolve_dtype(target.dtype, self._device)
         self._model = TargetModel.load(folder, dtype=dtype, device=self._device, tp_size=self._world_size)
-        self._num_draft_tokens = draft_block_size(self._config.drafter, target.model)
+        self._num_draft_tokens = resolve_num_draft_tokens(self._config)
         self._load_projection(dtype)
         engine = self._config.engine
         max_len = min(target.max_model_len or self._model.max_positions, self._model.max_positions)
@@ -134,7 +147,9 @@ class TargetRunner:
         if drafter.kind not in ("dspark", "dflash") or self._rank != 0:
             return
         folder = str(resolve_drafter(drafter, self._config.target.model))
-        self._model.tap(read_target_layer_ids(folder, self._model.num_layers))
+        layers = read_draft_config(folder).target_layer_ids
+        check_layer_range(layers, self._model.num_layers)
+        self._model.tap(layers)
         self._projection = load_feature_projection(folder, dtype=dtype, device=self._device)
 
     def set_cost_table(self, table: CostTable | None) -> None:
