@@ -75,13 +75,20 @@ class RequestScheduler:
         budget = self._config.max_prefill_tokens
         for sequence in [s for s in self.running if not s.decoding]:
             budget -= self._schedule_prefill(sequence, budget, rows)
-        while self.waiting and budget > 0 and len(self.running) < self._config.max_num_seqs:
+        while self.waiting and budget > 0 and self._may_start(self.waiting[0]):
             taken = self._schedule_prefill(self.waiting[0], budget, rows)
             if taken == 0:
                 break
             self.running.append(self.waiting.popleft())
             budget -= taken
         return rows
+
+    def _may_start(self, sequence: Sequence) -> bool:
+        """A sequence starts when it fits whole with a step's drafts, so that it is not preempted at once again."""
+        if len(self.running) >= self._config.max_num_seqs:
+            return False
+        pages = self._allocator.pages_for(len(sequence.tokens) + self._num_draft_tokens + 1)
+        return not self.running or pages <= self._allocator.num_free
 
     def _schedule_decoding(self) -> list[ScheduledRow]:
         rows = []
