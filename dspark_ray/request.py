@@ -76,7 +76,6 @@ class GenerationRequest:
     sampling: SamplingParams = field(default_factory=SamplingParams)
     speculation: bool = True
     num_draft_tokens: int | None = None  # at most this many drafts a step for this request; None: the configured number
-    resumed_token_ids: tuple[int, ...] = ()  # emitted already elsewhere: continue behind them, emit only what is new
     resumed_token_ids: tuple[int, ...] = ()  # output another replica emitted already: counted, replayed, not sent again
 
 
