@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from dspark_ray.algorithm.cost_table import CostTable
-from dspark_ray.algorithm.prefix_scheduler import PrefixScheduler
+from dspark_ray.algorithm.prefix_scheduler import PrefixScheduler, complete_survival
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +62,7 @@ class LaggedSurvival:
 
     def matrix(self, request_ids: tuple[str, ...], num_draft_tokens: int) -> np.ndarray:  # [R, K]
         """One row a request; requests without usable history count as survival 1."""
-        ones = np.ones(num_draft_tokens, dtype=np.float32)
-        rows = [self._usable.get(request_id, ones) for request_id in request_ids]
-        return np.stack(rows) if rows else np.zeros((0, num_draft_tokens), dtype=np.float32)
+        return complete_survival([self._usable.get(request_id) for request_id in request_ids], num_draft_tokens)
 
 
 class DraftBudget:
@@ -80,9 +78,9 @@ class DraftBudget:
         self.from_local = 0
 
     def decide(
-        self, request_ids: tuple[str, ...], max_drafts: np.ndarray, base_tokens: int, cost_table: CostTable | None
+        self, request_ids: tuple[str, ...], max_drafts: np.ndarray, prefill_tokens: int, cost_table: CostTable | None
     ) -> int | None:
-        """The budget for the step being planned; None where the policy decides alone."""
+        """The budget for the step being planned, over its sampling rows; None where the policy decides alone."""
         if self._scheduler.policy != "adaptive" or self._width == 0:
             return None
         remote = self._source.budget() if self._source else None
@@ -92,7 +90,7 @@ class DraftBudget:
         else:
             self.from_local += 1
             survival = self._lagged.matrix(request_ids, self._width)
-            self.in_force = self._scheduler.budget(survival, max_drafts, base_tokens=base_tokens, cost_table=cost_table)
+            self.in_force = self._scheduler.budget(survival, max_drafts, cost_table, prefill_tokens)
         return self.in_force
 
     def observe(self, rows: dict[str, np.ndarray], finished: tuple[str, ...], report: LoadReport) -> None:

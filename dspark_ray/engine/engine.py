@@ -5,6 +5,7 @@ disconnect can cancel a step that others share.
 """
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncIterator
@@ -70,7 +71,7 @@ class Engine:
             verification.policy,
             static_len=verification.static_len,
             threshold=verification.threshold,
-            cost_table=cost_table,
+            cost=cost_table,
         )
         self.budget = DraftBudget(scheduler, verification.budget_lag, self._num_draft_tokens, self._budget_source)
         self._allocator = PageAllocator(self.info.num_pages, self.info.page_size)
@@ -198,12 +199,11 @@ class Engine:
         self._apply(rows, plan, result)
 
     def _plan(self, rows: list[ScheduledRow]) -> StepPlan:
-        drafting = [row for row in rows if row.max_drafts]
-        base_tokens = sum(row.num_tokens for row in rows)
+        sampling = [row for row in rows if row.samples]
         budget = self.budget.decide(
-            tuple(row.sequence.request_id for row in drafting),
-            np.array([row.max_drafts for row in drafting], dtype=np.int64),
-            base_tokens,
+            tuple(row.sequence.request_id for row in sampling),
+            np.array([row.max_drafts for row in sampling], dtype=np.int64),
+            sum(row.num_tokens for row in rows) - len(sampling),
             self.cost_table,
         )
         return build_plan(self._step, rows, budget, speculate=self._num_draft_tokens > 0)
@@ -329,7 +329,7 @@ class Engine:
             "num_draft_tokens": self._num_draft_tokens,
             "draft_budget": self.budget.in_force,
             "budgets": {"from_controller": self.budget.from_controller, "local": self.budget.from_local},
-            "cost_table": self.cost_table.as_dict() if self.cost_table else None,
+            "cost_table": json.loads(self.cost_table.to_json()) if self.cost_table else None,
             "target": {"dtype": self.info.dtype, "device": self.info.device, "max_model_len": self.info.max_model_len},
             "executor": self._executor.describe(),
         }

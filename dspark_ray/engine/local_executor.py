@@ -58,7 +58,7 @@ class LocalExecutor:
         table = self._runner.profile()
         if self._drafter is None:
             return table
-        return replace(table, draft_seconds=profile_drafter(self._drafter, *self._runner.feature_shape))
+        return table.with_draft_seconds(profile_drafter(self._drafter, *self._runner.feature_shape))
 
     async def set_cost_table(self, table: CostTable | None) -> None:
         self._runner.set_cost_table(table)

@@ -160,7 +160,7 @@ class TargetRunner:
             verification.policy,
             static_len=verification.static_len,
             threshold=verification.threshold,
-            cost_table=table,
+            cost=table,
         )
 
     @property
@@ -185,11 +185,17 @@ class TargetRunner:
         return self.run(plan, aligned, self._admit(plan, aligned), num_drafters)
 
     def _admit(self, plan: StepPlan, aligned: AlignedDrafts) -> np.ndarray:  # [R] verify_len
+        """Verification lengths of the sampling rows; rows that only prefill count as tokens of the step."""
         assert self._scheduler is not None, "set_cost_table comes before the first step"
-        limit = np.minimum(aligned.num_drafts, plan.max_drafts)
-        return self._scheduler.lens(
-            aligned.survival, limit, base_tokens=len(plan.token_ids), draft_budget=plan.draft_budget
+        rows = np.flatnonzero(plan.samples)
+        lens = np.zeros(plan.num_rows, dtype=np.int64)
+        lens[rows] = self._scheduler.lens(
+            aligned.survival[rows],
+            np.minimum(aligned.num_drafts, plan.max_drafts)[rows],
+            prefill_tokens=len(plan.token_ids) - len(rows),
+            draft_budget=plan.draft_budget,
         )
+        return lens
 
     def run(
         self, plan: StepPlan, aligned: AlignedDrafts, verify_lens: np.ndarray, num_drafters: int

@@ -39,9 +39,11 @@ def test_a_long_prompt_is_prefilled_in_chunks_beside_decoding() -> None:
     plan.add(sequence("a", 5))
     finish_step(plan.schedule())
     plan.add(sequence("b", 20))
-    assert names(first := plan.schedule()) == [("a", 1, True), ("b", 8, False)]
+    first = plan.schedule()
+    assert names(first) == [("a", 1, True), ("b", 8, False)]
     finish_step(first)
-    assert names(second := plan.schedule()) == [("a", 1, True), ("b", 8, False)]
+    second = plan.schedule()
+    assert names(second) == [("a", 1, True), ("b", 8, False)]
     finish_step(second)
     assert names(plan.schedule()) == [("a", 1, True), ("b", 4, True)]
 
