@@ -1,0 +1,187 @@
+"""Sequential Temperature Scaling: confidences that mean what they say, left to right (paper 3.2.1).
+
+Fits and applies; where the validation drafts come from is not its business. Letters: S validation drafts, K positions.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from dspark_ray.errors import ConfigError
+
+_KIND = "sequential_temperature_scaling"
+_BINS = 15
+
+
+@dataclass(frozen=True, slots=True)
+class SequentialTemperatureScaling:
+    """One temperature a draft position, and the record of how it was fitted."""
+
+    temperatures: tuple[float, ...]  # K
+    num_samples: int = 0
+    ece_before: tuple[float, ...] = ()  # K, of the cumulative product at each position
+    ece_after: tuple[float, ...] = ()  # K
+    provenance: Mapping[str, str] = field(default_factory=dict)  # data, model, drafter, versions
+
+    def __post_init__(self) -> None:
+        positive = bool(self.temperatures) and all(np.isfinite(t) and t > 0 for t in self.temperatures)
+        _require(positive, "temperatures", "one or more positive numbers", self.temperatures)
+        for name, values in (("ece_before", self.ece_before), ("ece_after", self.ece_after)):
+            fits = not values or len(values) == len(self.temperatures)
+            _require(fits, name, f"{len(self.temperatures)} numbers, one a temperature, or empty", values)
+
+    @classmethod
+    def identity(cls, num_draft_tokens: int) -> "SequentialTemperatureScaling":
+        """No calibration: confidences stay as they are."""
+        return cls((1.0,) * num_draft_tokens, provenance={"data": "none (identity)"})
+
+    def apply(self, confidence_logits: np.ndarray | torch.Tensor) -> np.ndarray:
+        """Calibrated conditional confidences from logits [..., k] with k <= K; float32 of the same shape."""
+        logits = _array(confidence_logits)
+        return _sigmoid(logits / self._scale(logits.shape[-1])).astype(np.float32)
+
+    def apply_confidences(self, confidences: np.ndarray | torch.Tensor) -> np.ndarray:
+        """The same from probabilities [..., k]; 0, 1 and NaN stay what they are."""
+        values = _array(confidences)
+        with np.errstate(divide="ignore"):
+            logits = np.log(values) - np.log1p(-values)
+        return _sigmoid(logits / self._scale(values.shape[-1])).astype(np.float32)
+
+    def _scale(self, width: int) -> np.ndarray:
+        if width > len(self.temperatures):
+            raise ConfigError(
+                f"calibration covers {len(self.temperatures)} draft positions but the drafter proposes {width}; "
+                "fit it again for this drafter"
+            )
+        return np.asarray(self.temperatures[:width])
+
+    def to_json(self) -> str:
+        return json.dumps(
+            {
+                "kind": _KIND,
+                "temperatures": list(self.temperatures),
+                "num_samples": self.num_samples,
+                "ece_before": list(self.ece_before),
+                "ece_after": list(self.ece_after),
+                "provenance": dict(self.provenance),
+            },
+            indent=2,
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "SequentialTemperatureScaling":
+        """Raises ConfigError naming the field that is missing or wrong."""
+        data = _parsed(text)
+        count = data.get("num_samples", 0)
+        _require(isinstance(count, int) and not isinstance(count, bool), "num_samples", "an integer", count)
+        provenance = data.get("provenance", {})
+        _require(isinstance(provenance, dict), "provenance", "an object", provenance)
+        return cls(
+            _numbers("temperatures", data.get("temperatures")),
+            count,
+            _numbers("ece_before", data.get("ece_before", [])),
+            _numbers("ece_after", data.get("ece_after", [])),
+            {key: str(value) for key, value in provenance.items()},
+        )
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> "SequentialTemperatureScaling":
+        """Raises ConfigError naming the file and the field."""
+        try:
+            return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"calibration {path} cannot be read: {error}") from error
+        except ConfigError as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def fit_sts(
+    confidence_logits: np.ndarray | torch.Tensor,  # [S, K]
+    accepted: np.ndarray | torch.Tensor,  # [S] accepted drafts of each block, or [S, K] whether each position was
+    grid: np.ndarray | None = None,
+    provenance: Mapping[str, str] | None = None,
+) -> SequentialTemperatureScaling:
+    """Fit one temperature a position, left to right, each minimising the ECE of the cumulative product (3.2.1).
+
+    The drafts must have been verified in full: lengths that a scheduler chose would hide the rejections it avoided.
+    """
+    logits = _array(confidence_logits)
+    survived = _prefix_accepted(_array(accepted), logits.shape[1])
+    if len(logits) == 0 or len(survived) != len(logits):
+        raise ValueError(
+            f"expected one acceptance for each of {len(logits)} drafts (at least one), got {len(survived)}"
+        )
+    candidates = np.geomspace(0.125, 8.0, 97) if grid is None else np.asarray(grid, dtype=np.float64)
+    # Nearest to 1 first: where several temperatures are equally good, change least.
+    candidates = candidates[np.argsort(np.abs(np.log(candidates)), kind="stable")]
+    temperatures, ece_after = [], []
+    fixed = np.ones(len(logits))
+    for position in range(logits.shape[1]):
+        scores = logits[:, position]
+        errors = [expected_calibration_error(fixed * _sigmoid(scores / t), survived[:, position]) for t in candidates]
+        best = int(np.argmin(errors))
+        temperatures.append(float(candidates[best]))
+        ece_after.append(float(errors[best]))
+        fixed = fixed * _sigmoid(scores / candidates[best])
+    raw = np.cumprod(_sigmoid(logits), axis=1)
+    ece_before = tuple(expected_calibration_error(raw[:, k], survived[:, k]) for k in range(logits.shape[1]))
+    return SequentialTemperatureScaling(
+        tuple(temperatures), len(logits), ece_before, tuple(ece_after), dict(provenance or {})
+    )
+
+
+def expected_calibration_error(predicted: np.ndarray, observed: np.ndarray, bins: int = _BINS) -> float:
+    """Mean gap between predicted and observed rate over equal bins, weighted by count (Naeini et al., 2015).
+
+    Args: predicted [S] in [0, 1]; observed [S] bool or 0/1.
+    """
+    predicted = np.asarray(predicted, dtype=np.float64)
+    bucket = np.minimum((predicted * bins).astype(np.int64), bins - 1)
+    # The gap of a bin times its count is |sum of predictions - sum of events|.
+    gaps = np.bincount(bucket, weights=predicted - np.asarray(observed, dtype=np.float64), minlength=bins)
+    return float(np.abs(gaps).sum() / len(predicted))
+
+
+def _prefix_accepted(accepted: np.ndarray, num_positions: int) -> np.ndarray:
+    """[S, K] whether the whole prefix was accepted; what looks accepted after a rejection is not."""
+    if accepted.ndim == 1:
+        return np.arange(num_positions) < accepted[:, None]
+    return np.cumprod(accepted.astype(bool), axis=1).astype(bool)
+
+
+def _sigmoid(logits: np.ndarray) -> np.ndarray:
+    return 0.5 * (1.0 + np.tanh(0.5 * logits))
+
+
+def _array(values: np.ndarray | torch.Tensor) -> np.ndarray:
+    array = values.detach().float().cpu().numpy() if isinstance(values, torch.Tensor) else values
+    return np.asarray(array, dtype=np.float64)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"calibration: not JSON ({error})") from error
+    _require(isinstance(data, dict), "top level", "an object", data)
+    _require(data.get("kind") == _KIND, "kind", f'"{_KIND}"', data.get("kind"))
+    return data
+
+
+def _numbers(name: str, values: object) -> tuple[float, ...]:
+    if not isinstance(values, list) or any(isinstance(v, bool) or not isinstance(v, int | float) for v in values):
+        raise ConfigError(f"calibration: field {name} must be a list of numbers, got {values!r}")
+    return tuple(float(v) for v in values)
+
+
+def _require(condition: bool, name: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ConfigError(f"calibration: field {name} must be {expected}, got {got!r}")
