@@ -110,12 +110,12 @@ class PrefixScheduler:
     """
 
     policy: Policy
-    cost_table: CostTable | None = None
+    cost: CostTable | None = None
     static_len: int = 7
     threshold: float = 0.3
 
     def __post_init__(self) -> None:
-        if self.policy in ("adaptive", "algorithm1") and self.cost_table is None:
+        if self.policy in ("adaptive", "algorithm1") and self.cost is None:
             raise ConfigError(
                 f"verification.policy {self.policy!r} needs a cost table: profile at start-up, set "
                 "verification.cost_table, or choose policy 'static', 'threshold' or 'none'"
@@ -129,8 +129,8 @@ class PrefixScheduler:
         self,
         survival: np.ndarray,  # [R, K] live survivals
         max_drafts: np.ndarray,  # [R] int64
-        cost_table: CostTable | None = None,  # newer than the one at construction
-        base_tokens: int | None = None,  # tokens in the step without drafts; default: R anchors
+        cost: CostTable | None = None,  # newer than the one at construction
+        prefill_tokens: int = 0,  # tokens in the step beside anchors and drafts
         draft_budget: int | None = None,
     ) -> np.ndarray:  # [R] int64
         """verify_lens of one step; every rank computes them from the same numbers."""
@@ -143,25 +143,23 @@ class PrefixScheduler:
                 return threshold_lens(survival, max_drafts, self.threshold)
             case "adaptive" if draft_budget is not None:
                 return admit_top(survival, max_drafts, draft_budget)
-        extra_tokens = 0 if base_tokens is None else base_tokens - len(survival)
-        return algorithm1(survival, max_drafts, self._table(cost_table), extra_tokens)
+        return algorithm1(survival, max_drafts, self._table(cost), prefill_tokens)
 
     def budget(
         self,
         lagged_survival: np.ndarray,  # [R, K], see `complete_survival`
         max_drafts: np.ndarray | None = None,  # [R] int64, of the step to come
-        cost_table: CostTable | None = None,
-        base_tokens: int | None = None,
+        cost: CostTable | None = None,
+        prefill_tokens: int = 0,
     ) -> int | None:
         """The draft budget of a later step; None for policies that decide inside the step."""
         if self.policy != "adaptive":
             return None
         requests = len(lagged_survival)
-        tokens = requests if base_tokens is None else base_tokens
-        return unconstrained_budget(lagged_survival, self._table(cost_table), tokens, requests, max_drafts)
+        return unconstrained_budget(lagged_survival, self._table(cost), requests + prefill_tokens, requests, max_drafts)
 
-    def _table(self, cost_table: CostTable | None) -> CostTable:
-        table = self.cost_table if cost_table is None else cost_table
+    def _table(self, cost: CostTable | None) -> CostTable:
+        table = self.cost if cost is None else cost
         assert table is not None, "checked at construction"
         return table
 
