@@ -109,7 +109,8 @@ def assign_tensors(
     missing, unexpected = sorted(expected.keys() - tensors.keys()), sorted(tensors.keys() - expected.keys())
     if missing or unexpected:
         raise CheckpointError(
-            f"{folder} does not fit its config.json: missing tensors {missing or 'none'}, unexpected tensors {unexpected or 'none'}"
+            f"{folder} does not fit its config.json: missing tensors {missing or 'none'}, "
+            f"unexpected tensors {unexpected or 'none'}"
         )
     wrong = [
         f"{name} is {list(tensors[name].shape)}, expected {list(parameter.shape)}"
@@ -123,12 +124,14 @@ def assign_tensors(
 
 
 def _vocabulary_map(config: DraftConfig, tensors: dict[str, torch.Tensor], folder: str) -> torch.Tensor | None:
-    """Target id of each draft id, from the offsets d2t (target = draft + d2t[draft]); takes the maps out of `tensors`."""
+    """Target id of each draft id (d2t holds offsets: target = draft + d2t[draft]); takes the maps out of `tensors`."""
     maps = {name: tensors.pop(name) for name in VOCABULARY_MAPS & tensors.keys()}
     if not config.pruned_vocabulary:
         return None
     if "d2t" not in maps or HEAD not in tensors:
-        raise CheckpointError(f"{folder} has a pruned vocabulary (draft_vocab_size) and needs the tensors d2t and {HEAD}")
+        raise CheckpointError(
+            f"{folder} has a pruned vocabulary (draft_vocab_size) and needs the tensors d2t and {HEAD}"
+        )
     offsets = maps["d2t"].long()
     if offsets.shape != (config.draft_vocab_size,):
         raise CheckpointError(f"d2t is {list(offsets.shape)}, expected [{config.draft_vocab_size}]")

@@ -5,6 +5,7 @@ Dialects: DeepSpec (flat), z-lab DFlash (`dflash_config` inside) and speculators
 
 import json
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -46,11 +47,11 @@ class DraftConfig:
 
     @property
     def head_dim(self) -> int:
-        return int(self.transformer.head_dim)
+        return self.transformer.head_dim or self.hidden_size // self.transformer.num_attention_heads
 
     @property
     def num_kv_heads(self) -> int:
-        return int(self.transformer.num_key_value_heads)
+        return self.transformer.num_key_value_heads or self.transformer.num_attention_heads
 
     @property
     def max_positions(self) -> int:
@@ -132,7 +133,9 @@ def check_against_target(config: DraftConfig, target: dict[str, Any]) -> None:
     text = target.get("text_config") or target
     if (layers := text.get("num_hidden_layers")) is not None:
         if config.num_target_layers not in (None, layers):
-            raise CheckpointError(f"num_target_layers is {config.num_target_layers}, but the target has {layers} layers")
+            raise CheckpointError(
+                f"num_target_layers is {config.num_target_layers}, but the target has {layers} layers"
+            )
         check_layer_range(config.target_layer_ids, int(layers))
     for field, ours in (("hidden_size", config.target_hidden_size), ("vocab_size", config.vocab_size)):
         if (theirs := text.get(field)) is not None and theirs != ours:
@@ -171,16 +174,21 @@ def _is_dspark(flat: dict[str, Any]) -> bool:
 def _transformer_config(flat: dict[str, Any]) -> Qwen3Config:
     model_type = flat.get("model_type", "qwen3")
     if model_type != "qwen3":
-        raise UnsupportedModelError(f"model_type of the drafter is {model_type!r}; only Qwen3-style draft layers are supported")
+        raise UnsupportedModelError(
+            f"model_type of the drafter is {model_type!r}; only Qwen3-style draft layers are supported"
+        )
     for field in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size"):
         _integer(flat, field, least=1)
     layer_types = set(flat.get("layer_types") or ["full_attention"])
     if layer_types != {"full_attention"} or flat.get("use_sliding_window"):
         raise UnsupportedModelError(
-            f"layer_types of the drafter are {sorted(layer_types)}, use_sliding_window {flat.get('use_sliding_window', False)}; "
-            "only full_attention is supported"
+            f"layer_types of the drafter are {sorted(layer_types)} and use_sliding_window is "
+            f"{flat.get('use_sliding_window', False)}; only full_attention is supported"
         )
-    sizes = {"num_key_value_heads": flat["num_attention_heads"], "head_dim": flat["hidden_size"] // flat["num_attention_heads"]}
+    sizes = {
+        "num_key_value_heads": flat["num_attention_heads"],
+        "head_dim": flat["hidden_size"] // flat["num_attention_heads"],
+    }
     try:
         return Qwen3Config.from_dict({**sizes, **flat})
     except (TypeError, ValueError, KeyError) as error:
@@ -193,7 +201,9 @@ def _markov_head(flat: dict[str, Any]) -> tuple[MarkovHeadType | None, int]:
         return None, 0
     head_type = flat.get("markov_head_type", "vanilla")
     if head_type not in get_args(MarkovHeadType):
-        raise CheckpointError(f"markov_head_type is {head_type!r}; expected one of {', '.join(get_args(MarkovHeadType))}")
+        raise CheckpointError(
+            f"markov_head_type is {head_type!r}; expected one of {', '.join(get_args(MarkovHeadType))}"
+        )
     return head_type, rank
 
 
@@ -201,7 +211,7 @@ def _layer_ids(flat: dict[str, Any]) -> tuple[int, ...]:
     ids = flat.get("target_layer_ids")
     if not isinstance(ids, list) or not ids or not all(type(layer) is int for layer in ids):
         raise CheckpointError(f"target_layer_ids must be a list of integers, got {ids!r}")
-    if any(later <= earlier for earlier, later in zip(ids, ids[1:], strict=False)):
+    if any(later <= earlier for earlier, later in pairwise(ids)):
         raise CheckpointError(f"target_layer_ids must be strictly increasing, got {ids}")
     return tuple(ids)
 

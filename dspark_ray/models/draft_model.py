@@ -1,13 +1,12 @@
 """The draft network: a DFlash backbone over cached target features, with DSpark's heads on top (paper 2.2 and 3.1).
 
 Knows nothing of requests, sampling or checkpoint files. Parameter names are DeepSpec's tensor names. Letters:
-N context tokens, R block rows, gamma block positions, T packed block tokens (R * gamma), K draft positions, H query heads,
-G key/value heads, D head size, V draft vocabulary, d hidden size, m tapped target layers.
+N context tokens, R block rows, gamma block positions, T packed block tokens (R * gamma), K draft positions, H query
+heads, G key/value heads, D head size, V draft vocabulary, d hidden size, m tapped target layers.
 """
 
 import torch
 from torch import nn
-from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from dspark_ray.models.attention import AttentionBatch, KVCache, paged_attention
@@ -18,7 +17,7 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin [T, D]
 
 
 class FeatureProjection(nn.Module):
-    """Equation 2: H_ctx = RMSNorm(W_c [H^(l1); ...; H^(lm)]). Runs beside the target, so that d numbers a token travel."""
+    """Equation 2: H_ctx = RMSNorm(W_c [H^(l1); ...; H^(lm)]). Runs beside the target: d numbers a token travel."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -37,18 +36,19 @@ def project_features(fc: nn.Linear, norm: nn.Module, taps: torch.Tensor) -> torc
 class DraftAttention(nn.Module):
     """Equation 3: block queries over cached context K/V and the block's own, all from the same projections."""
 
-    def __init__(self, config: Qwen3Config, layer: int) -> None:
+    def __init__(self, config: DraftConfig, layer: int) -> None:
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5
-        query_size, kv_size = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, query_size, bias=config.attention_bias)
-        self.k_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.v_proj = nn.Linear(config.hidden_size, kv_size, bias=config.attention_bias)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(config.head_dim, config.rms_norm_eps)
+        inner, hidden_size = config.transformer, config.hidden_size
+        query_size, kv_size = inner.num_attention_heads * self.head_dim, config.num_kv_heads * self.head_dim
+        self.q_proj = nn.Linear(hidden_size, query_size, bias=inner.attention_bias)
+        self.k_proj = nn.Linear(hidden_size, kv_size, bias=inner.attention_bias)
+        self.v_proj = nn.Linear(hidden_size, kv_size, bias=inner.attention_bias)
+        self.o_proj = nn.Linear(query_size, hidden_size, bias=inner.attention_bias)
+        self.q_norm = Qwen3RMSNorm(self.head_dim, inner.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(self.head_dim, inner.rms_norm_eps)
 
     def write(self, hidden: torch.Tensor, rotation: Rotation, slots: torch.Tensor, cache: KVCache) -> None:
         """Store K/V of hidden [T, d] (context features or normed block states) at slots [T]."""
@@ -72,12 +72,17 @@ def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:  # [T, head
 class DraftLayer(nn.Module):
     """A pre-norm Qwen3 layer whose context enters through K/V only."""
 
-    def __init__(self, config: Qwen3Config, layer: int) -> None:
+    def __init__(self, config: DraftConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
+        eps = config.transformer.rms_norm_eps
+        self.input_layernorm = Qwen3RMSNorm(config.hidden_size, eps)
         self.self_attn = DraftAttention(config, layer)
-        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = Qwen3MLP(config)
+        self.post_attention_layernorm = Qwen3RMSNorm(config.hidden_size, eps)
+        self.mlp = Qwen3MLP(config.transformer)
+
+    def write_context(self, context: torch.Tensor, rotation: Rotation, slots: torch.Tensor, cache: KVCache) -> None:
+        """Features enter as they are: hidden_norm, not this layer's input norm, has normed them (equation 2)."""
+        self.self_attn.write(context, rotation, slots, cache)
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, batch: AttentionBatch, cache: KVCache) -> torch.Tensor:
         hidden = hidden + self.self_attn(self.input_layernorm(hidden), rotation, batch, cache)
@@ -99,7 +104,7 @@ class DSparkDraftModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.fc = nn.Linear(len(config.target_layer_ids) * config.target_hidden_size, config.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(config.hidden_size, inner.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(inner, layer) for layer in range(config.num_layers))
+        self.layers = nn.ModuleList(DraftLayer(config, layer) for layer in range(config.num_layers))
         self.norm = Qwen3RMSNorm(config.hidden_size, inner.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.draft_vocab_size, bias=False)
         self.markov_head = _markov_head(config)
@@ -126,7 +131,8 @@ class DSparkDraftModel(nn.Module):
         context = context.to(self.norm.weight.dtype)
         rotation = self._rotation(context, positions)
         for layer in self.layers:
-            layer.self_attn.write(context, rotation, slots, cache)
+            assert isinstance(layer, DraftLayer)
+            layer.write_context(context, rotation, slots, cache)
 
     def forward_block(
         self,
@@ -147,7 +153,7 @@ class DSparkDraftModel(nn.Module):
         return cos[0], sin[0]
 
     def predictions(self, hidden: torch.Tensor, num_draft_tokens: int) -> torch.Tensor:  # [R, K, d]
-        """The block positions h_1 .. h_K that predict the drafts: from the anchor (DSpark) or from the masks (DFlash)."""
+        """The positions h_1 .. h_K that predict the drafts: anchor and masks (DSpark) or the masks alone (DFlash)."""
         first = self.config.first_prediction
         return hidden[:, first : first + num_draft_tokens]
 

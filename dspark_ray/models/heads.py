@@ -17,7 +17,9 @@ class MarkovHead(nn.Module):
     sigma(W_gate [h_k ; W1[x_{k-1}]]). rnn (equation 6): a gated recurrent state over the block.
     """
 
-    def __init__(self, head_type: MarkovHeadType, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int) -> None:
+    def __init__(
+        self, head_type: MarkovHeadType, vocab_size: int, draft_vocab_size: int, rank: int, hidden_size: int
+    ) -> None:
         super().__init__()
         self.head_type = head_type
         self.rank = rank

@@ -53,7 +53,7 @@ def greedy_block(
     hidden: torch.Tensor,  # [R, K, d]
     anchors: torch.Tensor,  # [R]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens [R, K], corrected logits [R, K, V], confidence logits [R, K] of the sequential stage (equations 4 and 7)."""
+    """Tokens [R, K], corrected logits [R, K, V], confidence logits [R, K] of the sequential stage (eq. 4 and 7)."""
     assert model.markov_head is not None
     assert model.confidence_head is not None
     state, previous, base = model.markov_head.initial_state(len(anchors)), anchors, model.base_logits(hidden)

@@ -4,17 +4,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_runner import DraftRunner, greedy_block
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from dspark_ray.models.checkpoints import load_draft_model
+from dspark_ray.models.draft_model import DSparkDraftModel
+from tests.models.draft_runner import DraftRunner, greedy_block
 
 HEADS = ["vanilla", "gated", "rnn"]
 TOLERANCE = {"atol": 1e-4, "rtol": 1e-4}
 
 
-def _load(folder: Path, target: str | None = None) -> tuple[object, dict[str, torch.Tensor]]:
+def _load(folder: Path, target: str | None = None) -> tuple[DSparkDraftModel, dict[str, torch.Tensor]]:
     model = load_draft_model(str(folder), target, dtype=torch.float32, device="cpu")
     return model, load_file(folder / "golden.safetensors")
 

@@ -29,7 +29,7 @@ class Context:
 class Placement:
     """Where the new tokens of a step go. Tokens of requests without room are left out."""
 
-    contexts: tuple[Context | None, ...]  # R, None where there is no room
+    contexts: dict[int, Context]  # by row, without the rows that found no room
     kept: np.ndarray  # [N'] int64, packed indices of the tokens that have a slot
     slots: np.ndarray  # [N'] int64
 
@@ -77,33 +77,31 @@ class ContextPool:
             if (context := self._contexts.get(request_id)) is not None:
                 context.last_used = self._calls
         ends = start_positions + counts
-        contexts = tuple(
-            self._extend(request_id, int(start), int(count), scratch)
-            if end < max_positions
-            else self._forget(request_id)
-            for request_id, start, count, end in zip(request_ids, start_positions, counts, ends, strict=True)
-        )
+        contexts: dict[int, Context] = {}
+        for row, request_id in enumerate(request_ids):
+            in_range = ends[row] < max_positions
+            if in_range and self._extend(request_id, int(start_positions[row]), int(counts[row]), scratch):
+                contexts[row] = self._contexts[request_id]
+            else:
+                self.drop((request_id,))
         return Placement(contexts, *self._new_slots(contexts, counts))
 
-    def page_table(self, contexts: Sequence[Context | None]) -> np.ndarray:  # [R, P]
-        table = np.zeros(
-            (len(contexts), max((len(c.pages) for c in contexts if c is not None), default=0)), dtype=np.int64
-        )
+    def page_table(self, contexts: Sequence[Context]) -> np.ndarray:  # [R, P]
+        table = np.zeros((len(contexts), max((len(context.pages) for context in contexts), default=0)), dtype=np.int64)
         for row, context in enumerate(contexts):
-            if context is not None:
-                table[row, : len(context.pages)] = context.pages
+            table[row, : len(context.pages)] = context.pages
         return table
 
-    def _extend(self, request_id: str, start: int, count: int, scratch: int) -> Context | None:
+    def _extend(self, request_id: str, start: int, count: int, scratch: int) -> bool:
         context = self._contexts.setdefault(request_id, Context(last_used=self._calls))
         if start < context.next_position:
             self._allocator.free(context.pages)
             context.length = 0
         if not self._grow(context, context.length + count + scratch):
-            return self._forget(request_id)
+            return False
         context.length += count
         context.next_position = start + count
-        return context
+        return True
 
     def _grow(self, context: Context, num_tokens: int) -> bool:
         if self._allocator.pages_for(num_tokens) > self._allocator.num_pages:
@@ -115,19 +113,17 @@ class ContextPool:
             self.drop((oldest,))
         return True
 
-    def _forget(self, request_id: str) -> None:
-        self.drop((request_id,))
-
-    def _new_slots(self, contexts: Sequence[Context | None], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        rows = np.repeat(np.arange(len(contexts)), counts)
-        kept = np.flatnonzero(np.array([context is not None for context in contexts], dtype=bool)[rows])
-        lengths = np.array([0 if context is None else context.length for context in contexts], dtype=np.int64)
-        behind = np.cumsum(counts)[rows] - np.arange(len(rows))  # 1 for a row's last token
-        rows, indices = rows[kept], (lengths[rows] - behind)[kept]
-        return kept, slots_of(self.page_table(contexts), rows, indices, self.page_size)
+    def _new_slots(self, contexts: dict[int, Context], counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Packed indices and slots of the last counts[row] tokens of each context."""
+        rows = np.array(list(contexts), dtype=np.int64)
+        members = np.repeat(np.arange(len(rows)), counts[rows])  # which context each kept token belongs to
+        lengths = np.array([context.length for context in contexts.values()], dtype=np.int64)
+        indices = packed_positions(lengths - counts[rows], counts[rows])
+        kept = packed_positions((np.cumsum(counts) - counts)[rows], counts[rows])
+        return kept, slots_of(self.page_table(list(contexts.values())), members, indices, self.page_size)
 
 
 def packed_positions(start_positions: np.ndarray, counts: np.ndarray) -> np.ndarray:  # [R], [R] -> [N]
-    """Positions of packed tokens, `counts[r]` from `start_positions[r]` on."""
+    """Consecutive numbers of packed tokens: counts[r] of them from start_positions[r] on."""
     first = np.cumsum(counts) - counts
     return np.arange(int(counts.sum())) + np.repeat(start_positions - first, counts)

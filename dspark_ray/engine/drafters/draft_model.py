@@ -57,48 +57,42 @@ class DraftModelDrafter:
             self._num_draft_tokens,
             self._model.max_positions - self._num_draft_tokens + 1,
         )
-        rows = np.array([row for row, context in enumerate(placed.contexts) if context is not None], dtype=np.int64)
-        drafting = rows[features.drafts[rows]]
-        logits = self._catch_up(features, placed.contexts, rows) if len(rows) else None
+        running = {
+            row: context for row, context in placed.contexts.items() if features.counts[row] or features.drafts[row]
+        }
+        drafting = {row: context for row, context in running.items() if features.drafts[row]}
+        logits = self._catch_up(features, running) if running else None
         batch = empty_draft_batch(self._num_draft_tokens)
-        if logits is not None and len(drafting):
-            batch = self._draft(features, drafting, [placed.contexts[row] for row in drafting], logits)
+        if logits is not None and drafting:
+            batch = self._draft(features, drafting, logits)
         return replace(batch, draft_seconds=time.perf_counter() - started)
 
-    def _catch_up(
-        self, features: FeatureBatch, contexts: tuple[Context | None, ...], rows: np.ndarray
-    ) -> torch.Tensor | None:
-        """Run the new tokens of `rows`, and behind them the anchors that want a draft; logits of those anchors."""
+    def _catch_up(self, features: FeatureBatch, contexts: dict[int, Context]) -> torch.Tensor:
+        """Run the new tokens, and behind them the anchors that want a draft; logits of those anchors."""
+        rows = np.array(list(contexts))
         counts, drafts = features.counts[rows], features.drafts[rows]
-        lens = counts + drafts
-        rows, counts, drafts, lens = (column[lens > 0] for column in (rows, counts, drafts, lens))
-        if not len(rows):
-            return None
         ends = np.cumsum(features.counts)
         pieces = []
         for row in rows:
             pieces.append(features.token_ids[ends[row] - features.counts[row] : ends[row]])
             pieces.append(features.anchors[row : row + 1][: int(features.drafts[row])])
-        starts = np.array([_context(contexts[row]).length for row in rows]) - counts
         return self._forward(
-            [contexts[row] for row in rows],
+            list(contexts.values()),
             np.concatenate(pieces),
-            packed_positions(features.start_positions[rows], lens),
-            starts,
-            lens,
-            (np.cumsum(lens) - 1)[drafts],
+            packed_positions(features.start_positions[rows], counts + drafts),
+            np.array([context.length for context in contexts.values()]) - counts,
+            counts + drafts,
+            (np.cumsum(counts + drafts) - 1)[drafts],
         )
 
-    def _draft(
-        self, features: FeatureBatch, rows: np.ndarray, contexts: list[Context | None], logits: torch.Tensor
-    ) -> DraftBatch:
+    def _draft(self, features: FeatureBatch, contexts: dict[int, Context], logits: torch.Tensor) -> DraftBatch:
+        rows, members = np.array(list(contexts)), list(contexts.values())
         positions, columns = features.anchor_positions[rows], features.sampling.select(rows)
-        starts = np.array([_context(context).length for context in contexts])
+        starts, ones = np.array([context.length for context in members]), np.ones(len(rows), dtype=np.int64)
         samples = [self._sample(logits, columns, positions + 1)]
         for k in range(1, self._num_draft_tokens):
             tokens = samples[-1].tokens.cpu().numpy()
-            ones = np.ones_like(starts)
-            logits = self._forward(contexts, tokens, positions + k, starts + k, ones, np.arange(len(rows)))
+            logits = self._forward(members, tokens, positions + k, starts + k, ones, np.arange(len(rows)))
             samples.append(self._sample(logits, columns, positions + k + 1))
         # max_v q(v) knows nothing of the token drawn, so admission by it stays exact (Appendix A).
         confidences = torch.stack([sample.top_prob for sample in samples], dim=1).cpu().numpy()
@@ -111,7 +105,7 @@ class DraftModelDrafter:
 
     def _forward(
         self,
-        contexts: list[Context | None],
+        contexts: list[Context],
         token_ids: np.ndarray,  # [T]
         positions: np.ndarray,  # [T]
         starts: np.ndarray,  # [R] cache index of each row's first token
@@ -141,8 +135,3 @@ def with_histories(features: FeatureBatch, plan: DraftPlan, pool: ContextPool) -
         pieces.append(features.token_ids[ends[row] - features.counts[row] : ends[row]])
     token_ids = np.concatenate(pieces) if pieces else features.token_ids
     return replace(features, start_positions=starts, counts=counts, token_ids=token_ids)
-
-
-def _context(context: Context | None) -> Context:
-    assert context is not None, "only placed rows are drafted for"
-    return context

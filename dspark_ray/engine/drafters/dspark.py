@@ -1,4 +1,4 @@
-"""The DSpark drafter: cached target features, one block forward for all requests, then the sequential stage (paper 3.1).
+"""The DSpark drafter: cached target features, one block forward for all requests, then the sequential stage (3.1).
 
 State is keyed by request id. Knows nothing of targets, transport or scheduling; DFlash is the case without heads.
 Letters: R requests of a call, N packed tokens, K draft positions, V vocabulary, d hidden size.
@@ -47,7 +47,7 @@ class DSparkDrafter:
         self._pool = ContextPool(num_pages, page_size)
         self._cache = model.new_cache(num_pages * page_size)
         self._device = model.norm.weight.device
-        # Draft noise must be independent of the target's (PEER: one stream for both biases the output).
+        # A stream of its own: draft noise that is also the target's recovery noise would bias the output.
         self._generator = torch.Generator()
         self._generator.seed()
 
@@ -61,12 +61,12 @@ class DSparkDrafter:
         started = time.perf_counter()
         self._pool.drop(plan.dropped)
         contexts = self._append(features)
-        rows = np.array([row for row in np.flatnonzero(features.drafts) if contexts[row] is not None], dtype=np.int64)
-        batch = self._draft(features, rows, [contexts[row] for row in rows]) if len(rows) else None
-        batch = batch or empty_draft_batch(self._num_draft_tokens)
+        drafting = {row: context for row, context in contexts.items() if features.drafts[row]}
+        batch = self._draft(features, drafting) if drafting else empty_draft_batch(self._num_draft_tokens)
         return replace(batch, draft_seconds=time.perf_counter() - started)
 
-    def _append(self, features: FeatureBatch) -> tuple[Context | None, ...]:
+    def _append(self, features: FeatureBatch) -> dict[int, Context]:
+        """Contexts by row, the step's features in them; rows without room are left out."""
         config = self._model.config
         placed = self._pool.place(
             features.request_ids, features.start_positions, features.counts, config.block_size, config.max_positions
@@ -80,10 +80,11 @@ class DSparkDrafter:
             )
         return placed.contexts
 
-    def _draft(self, features: FeatureBatch, rows: np.ndarray, contexts: list[Context | None]) -> DraftBatch:
+    def _draft(self, features: FeatureBatch, contexts: dict[int, Context]) -> DraftBatch:
+        rows = np.array(list(contexts))
         anchors, positions = self._tensor(features.anchors[rows]), features.anchor_positions[rows]
         columns = features.sampling.select(rows)
-        hidden = self._block(anchors, positions, contexts)
+        hidden = self._block(anchors, positions, list(contexts.values()))
         samples = self._sequential_stage(hidden, anchors, positions, columns)
         finite = hidden.isfinite().flatten(1).all(-1).cpu().numpy()
         request_ids = tuple(features.request_ids[row] for row in rows)
@@ -98,10 +99,10 @@ class DSparkDrafter:
             columns,
         )
 
-    def _block(self, anchors: torch.Tensor, positions: np.ndarray, contexts: list[Context | None]) -> torch.Tensor:
+    def _block(self, anchors: torch.Tensor, positions: np.ndarray, contexts: list[Context]) -> torch.Tensor:
         """Hidden states [R, K, d] that predict the drafts: the parallel stage for all requests at once."""
         config = self._model.config
-        starts = np.array([context.length for context in contexts if context is not None], dtype=np.int64)
+        starts = np.array([context.length for context in contexts])
         batch = build_attention_batch(
             self._pool.page_table(contexts),
             self._pool.page_size,

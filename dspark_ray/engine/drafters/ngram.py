@@ -19,15 +19,15 @@ MAX_HISTORIES = 4096  # requests remembered; the longest unused go first
 def lookup(tokens: np.ndarray, ngram_min: int, ngram_max: int, num_draft_tokens: int) -> np.ndarray | None:
     """K tokens that followed the latest earlier occurrence of the longest matching suffix, or None.
 
-    Args: tokens [L] int64. The suffix has ngram_max down to ngram_min tokens. Where the copy reaches the end of `tokens` it
-    goes on with its own beginning, as a repetition does.
+    Args: tokens [L] int64. The suffix has ngram_max down to ngram_min tokens. Where the copy reaches the end of
+    `tokens` it goes on with its own beginning, as a repetition does.
     """
     end = _longest_match(tokens, ngram_min, ngram_max)
     return None if end is None else np.resize(tokens[end:], num_draft_tokens)
 
 
 def _longest_match(tokens: np.ndarray, ngram_min: int, ngram_max: int) -> int | None:
-    """Index behind the latest earlier occurrence of the longest matching suffix; candidates are thinned token by token."""
+    """Index behind the latest earlier occurrence of the longest matching suffix: candidates thin token by token."""
     ends, found = np.arange(len(tokens) - 1), None
     for length in range(1, ngram_max + 1):
         ends = ends[ends >= length - 1]
@@ -82,7 +82,7 @@ class TokenHistory:
 
 
 class NgramDrafter:
-    """Implements Drafter. Its confidence is the acceptance seen so far at each position, never the token's own value."""
+    """Implements Drafter. Its confidence is the acceptance seen so far at each position, never of the token itself."""
 
     def __init__(
         self, *, num_draft_tokens: int, ngram_min: int = 2, ngram_max: int = 4, fallback_confidence: float = 0.7
