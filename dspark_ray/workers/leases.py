@@ -6,7 +6,7 @@ move only when that evens the load noticeably, since a moved request costs its n
 
 from collections.abc import Mapping
 
-KEEP_RATIO = 1.5  # leases stay unless the heaviest load per drafter would fall by more than this factor
+KEEP_RATIO = 1.3  # leases stay unless the heaviest load per drafter would fall by more than this factor
 
 Leases = dict[str, tuple[str, ...]]  # drafter ids by group
 
