@@ -12,6 +12,15 @@ import numpy as np
 
 from dspark_ray.algorithm.cost_table import CostTable
 from dspark_ray.algorithm.prefix_scheduler import PrefixScheduler, complete_survival
+from dspark_ray.config import VerificationConfig
+
+
+def build_prefix_scheduler(
+    config: VerificationConfig, num_draft_tokens: int, cost_table: CostTable | None
+) -> PrefixScheduler:
+    """The configured policy; `none` where nothing is drafted. Raises ConfigError if a needed cost table is missing."""
+    policy = config.policy if num_draft_tokens else "none"
+    return PrefixScheduler(policy, cost=cost_table, static_len=config.static_len, threshold=config.threshold)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 
 from dspark_ray.algorithm.cost_table import CostTable
-from dspark_ray.algorithm.prefix_scheduler import PrefixScheduler
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.batch import StepPlan, StepResult, TargetInfo
-from dspark_ray.engine.draft_budget import BudgetSource, DraftBudget, LoadReport
+from dspark_ray.engine.draft_budget import BudgetSource, DraftBudget, LoadReport, build_prefix_scheduler
 from dspark_ray.engine.executor import Executor
 from dspark_ray.engine.kv_cache import PageAllocator
 from dspark_ray.engine.output import OutputProcessor, TextDecoder, read_eos_token_ids
@@ -67,12 +66,7 @@ class Engine:
         await self._executor.set_cost_table(cost_table)
         speculates = verification.policy != "none" and self.info.num_draft_tokens > 0
         self._num_draft_tokens = self.info.num_draft_tokens if speculates else 0
-        scheduler = PrefixScheduler(
-            verification.policy,
-            static_len=verification.static_len,
-            threshold=verification.threshold,
-            cost=cost_table,
-        )
+        scheduler = build_prefix_scheduler(verification, self._num_draft_tokens, cost_table)
         self.budget = DraftBudget(scheduler, verification.budget_lag, self._num_draft_tokens, self._budget_source)
         self._allocator = PageAllocator(self.info.num_pages, self.info.page_size)
         self.scheduler = RequestScheduler(

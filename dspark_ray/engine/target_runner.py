@@ -18,6 +18,7 @@ from dspark_ray.algorithm.proposal import DraftBatch, survival
 from dspark_ray.algorithm.verification import Verdict, verify
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.batch import FeatureBatch, StepPlan, StepResult, TargetInfo
+from dspark_ray.engine.draft_budget import build_prefix_scheduler
 from dspark_ray.engine.memory import num_pages_that_fit
 from dspark_ray.engine.profiler import profile_target
 from dspark_ray.models.attention import build_attention_batch
@@ -98,7 +99,6 @@ class TargetRunner:
     def __init__(self, config: AppConfig, rank: int = 0, world_size: int = 1) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._scheduler: PrefixScheduler | None = None
-        self._cost_table: CostTable | None = None
         self._projection: torch.nn.Module | None = None
 
     def load(self) -> TargetInfo:
@@ -154,14 +154,7 @@ class TargetRunner:
 
     def set_cost_table(self, table: CostTable | None) -> None:
         """Give the admission its SPS curve; raises ConfigError if the policy needs one and there is none."""
-        verification = self._config.verification
-        self._cost_table = table
-        self._scheduler = PrefixScheduler(
-            verification.policy,
-            static_len=verification.static_len,
-            threshold=verification.threshold,
-            cost=table,
-        )
+        self._scheduler = build_prefix_scheduler(self._config.verification, self._num_draft_tokens, table)
 
     @property
     def feature_shape(self) -> tuple[int, torch.dtype]:

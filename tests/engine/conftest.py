@@ -1,6 +1,7 @@
 """A tiny target, and one way to run requests through a whole engine in this process."""
 
 import asyncio
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -59,11 +60,12 @@ def run_requests() -> Run:
 
 
 @pytest.fixture(scope="session")
-def reference_generate(tiny_target: str) -> Callable[[Sequence[int], int], list[int]]:
+def reference_generate(tiny_target: str) -> Callable[[tuple[int, ...], int], list[int]]:
     """transformers' own greedy generate() on the tiny target, without EOS."""
     model = AutoModelForCausalLM.from_pretrained(tiny_target, dtype=torch.float32).eval()
 
-    def generate(prompt: Sequence[int], max_tokens: int) -> list[int]:
+    @functools.cache
+    def generate(prompt: tuple[int, ...], max_tokens: int) -> list[int]:
         ids = torch.tensor([list(prompt)])
         out = model.generate(
             ids,

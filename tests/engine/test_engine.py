@@ -1,7 +1,7 @@
 """The whole engine in one process: every drafter and policy gives the plain model's tokens, in good and bad weather."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -16,12 +16,12 @@ from tests.engine.harness import Run, collect, tokens
 KINDS = ["dspark", "dflash", "draft_model", "ngram", "none"]
 POLICIES = ["adaptive", "algorithm1", "static", "threshold", "none"]
 MakeConfig = Callable[..., AppConfig]
-Generate = Callable[[Sequence[int], int], list[int]]
+Generate = Callable[[tuple[int, ...], int], list[int]]
 
 
 def prompts(count: int, vocab: int = 60) -> list[tuple[int, ...]]:
     rng = np.random.default_rng(5)
-    return [tuple(rng.integers(0, vocab, size=size).tolist()) for size in rng.integers(1, 40, size=count)]
+    return [tuple(rng.integers(0, vocab, size=int(rng.integers(1, 40))).tolist()) for _ in range(count)]
 
 
 def greedy(max_tokens: int = 24, **params: object) -> SamplingParams:
