@@ -39,7 +39,9 @@ def _row(request_id: str, start: int, count: int, **fields: object) -> Row:
     """Features that depend on the request and the position alone."""
     generator = torch.Generator().manual_seed(sum(request_id.encode()))
     features = torch.randn(256, HIDDEN, generator=generator)[start : start + count]
-    return Row(request_id, start, [1] * count, anchor=len(request_id) + start + count, features=features, **fields)
+    return Row(
+        request_id, start, [1] * count, anchor=(len(request_id) + start + count) % 60, features=features, **fields
+    )
 
 
 def _same(one: DraftProposal, other: DraftProposal) -> bool:
