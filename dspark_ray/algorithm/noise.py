@@ -66,8 +66,9 @@ def row_keys(
 ) -> torch.Tensor:  # [N] int64
     """64 hashed bits for each (seed, position, purpose, round). Any int64 seed is fine, 0 and negative ones too."""
     # Odd multipliers: small counters cannot meet in a wrapping 64-bit sum.
+    rounds = torch.as_tensor(rounds, dtype=torch.int64, device=positions.device)
     counter = positions * _signed(0x9E3779B97F4A7C15, 64) + rounds * _signed(0xD1342543DE82EF95, 64)
-    counter = counter + _wrap((int(purpose) + 1) * 0xA24BAED4963EE407, 64)
+    counter = counter + _signed((int(purpose) + 1) * 0xA24BAED4963EE407 % 2**64, 64)
     return _mix64(_mix64(seeds + _signed(0x9E3779B97F4A7C15, 64)) ^ counter)
 
 
@@ -104,7 +105,3 @@ def _shift64(bits: torch.Tensor, count: int) -> torch.Tensor:
 
 def _signed(value: int, width: int) -> int:
     return value - (1 << width) if value >> (width - 1) else value
-
-
-def _wrap(value: int, width: int) -> int:
-    return _signed(value & ((1 << width) - 1), width)

@@ -167,12 +167,13 @@ class PrefixScheduler:
 def _candidates(survival: np.ndarray, max_drafts: np.ndarray | None, outside: float = 0.0) -> np.ndarray:
     """Survivals as candidates [K * R], position-major; `outside` past max_drafts.
 
-    NaN counts as 0, and nothing rises along a block whatever the caller brings: prefixes depend on it.
+    NaN counts as 0 (fmax ignores it), and nothing rises along a block, whatever the caller brings: prefixes rest on it.
     """
-    a = np.minimum.accumulate(np.clip(np.nan_to_num(survival, nan=0.0), 0.0, 1.0), axis=1)
+    by_position = np.minimum(np.fmax(survival.T, np.float32(0.0)), np.float32(1.0))  # [K, R]
+    a = np.minimum.accumulate(by_position, axis=0)
     if max_drafts is not None:
-        a = np.where(np.arange(a.shape[1]) < np.asarray(max_drafts)[:, None], a, outside)
-    return a.T.ravel()
+        a = np.where(np.arange(len(a))[:, None] < max_drafts, a, a.dtype.type(outside))
+    return np.ravel(a)
 
 
 def _lens(admitted: np.ndarray, requests: int) -> np.ndarray:
