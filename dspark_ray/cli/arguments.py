@@ -84,7 +84,7 @@ def _command(commands: Any, name: str, module: str, summary: str, details: str =
     return parser
 
 
-def _config_options(parser: ArgumentParser, *, policy: bool = True) -> None:
+def add_config_options(parser: ArgumentParser, *, policy: bool = True) -> None:
     group = parser.add_argument_group("configuration (see dspark_ray/config.py for every key)")
     group.add_argument("--config", type=Path, metavar="FILE", help="YAML with the sections of AppConfig")
     group.add_argument(
@@ -133,7 +133,7 @@ def _generate(commands: Any) -> None:
     parser.add_argument("--seed", type=int, help="makes T > 0 reproducible, with or without drafts (coupled mode)")
     parser.add_argument("--no-compare", action="store_true", help="skip the run without speculation")
     parser.add_argument("--no-color", action="store_true", help="underline accepted drafts instead of colouring them")
-    _config_options(parser)
+    add_config_options(parser)
 
 
 def _profile(commands: Any) -> None:
@@ -146,7 +146,7 @@ def _profile(commands: Any) -> None:
     )
     parser.add_argument("--out", type=Path, default=Path("cost_table.json"), metavar="FILE", help="JSON to write")
     parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG to write (default: beside the JSON)")
-    _config_options(parser)
+    add_config_options(parser)
 
 
 def _serve(commands: Any) -> None:
@@ -165,7 +165,7 @@ def _serve(commands: Any) -> None:
     parser.add_argument(
         "--stop-with-parent", action="store_true", help="stop when the process that started this one ends"
     )
-    _config_options(parser)
+    add_config_options(parser)
 
 
 def _check_exact(commands: Any) -> None:
@@ -194,5 +194,5 @@ def _check_exact(commands: Any) -> None:
     parser.add_argument(
         "--dflash", metavar="FOLDER", help="DFlash drafter (default: the DSpark drafter without its heads)"
     )
-    _config_options(parser, policy=False)
+    add_config_options(parser, policy=False)
     parser.set_defaults(dtype="float32")
