@@ -43,7 +43,9 @@ class ApiError:
     retry_after_seconds: float | None = None
 
     def body(self) -> dict[str, Any]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        # A message may quote what a client sent, which may be no valid Unicode.
+        message = self.message.encode(errors="replace").decode()
+        return {"error": {"message": message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
         headers = {}

@@ -125,6 +125,7 @@ class ServeBackend:
         self, request: GenerationRequest, give_up_at: float | None
     ) -> AsyncGenerator[GenerationChunk, None]:
         """One replica's part of a stream; the first item must come before `give_up_at`."""
+        ended = False
         response = cast(DeploymentResponseGenerator[Any], self._streaming.generate.remote(request))
         try:
             while True:
@@ -132,7 +133,9 @@ class ServeBackend:
                     item = await anext(response)
                 give_up_at = None
                 if isinstance(item, StreamFailure):
+                    ended = True
                     raise item.error
+                ended = item.finish_reason is not None
                 yield item
         except StopAsyncIteration:
             return
@@ -147,7 +150,8 @@ class ServeBackend:
                 raise
             raise ReplicaLostError(type(error).__name__) from error
         finally:
-            response.cancel()  # does nothing to a stream that has ended
+            if not ended:
+                response.cancel()
 
 
 def _attempt_id(request_id: str, attempt: int) -> str:
