@@ -49,10 +49,6 @@ class ContextPool:
     def page_size(self) -> int:
         return self._allocator.page_size
 
-    @property
-    def num_free_pages(self) -> int:
-        return self._allocator.num_free
-
     def drop(self, request_ids: Iterable[str]) -> None:
         """Forget requests; unknown ones are ignored."""
         for request_id in request_ids:

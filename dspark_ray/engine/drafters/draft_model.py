@@ -37,7 +37,7 @@ class DraftModelDrafter:
         self._draft_top_k = draft_top_k
         self._pool = ContextPool(num_pages, page_size)
         self._cache = model.allocate(num_pages, page_size)
-        self._generator = torch.Generator()
+        self._generator = torch.Generator(device=model.device)
         self._generator.seed()
 
     @property

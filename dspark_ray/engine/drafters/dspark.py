@@ -48,7 +48,7 @@ class DSparkDrafter:
         self._cache = model.new_cache(num_pages * page_size)
         self._device = model.norm.weight.device
         # A stream of its own: draft noise that is also the target's recovery noise would bias the output.
-        self._generator = torch.Generator()
+        self._generator = torch.Generator(device=self._device)
         self._generator.seed()
 
     @property

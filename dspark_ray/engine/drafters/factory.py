@@ -22,7 +22,7 @@ from dspark_ray.models.target import TargetModel, read_config, resolve_device, r
 logger = logging.getLogger(__name__)
 
 CALIBRATION_FILE = "calibration.json"
-MEMORY_SHARE = 0.25  # of kv_memory_fraction: a drafter caches far fewer bytes a token than its target
+MEMORY_SHARE = 0.1  # of kv_memory_fraction: a drafter caches far fewer bytes a token than its target
 
 
 def build_drafter(config: AppConfig) -> Drafter | None:
@@ -88,10 +88,7 @@ def _build_draft_model(config: AppConfig, folder: str, target_folder: str) -> Dr
 def _calibration(config: AppConfig, folder: str, num_draft_tokens: int) -> SequentialTemperatureScaling | None:
     path = Path(config.drafter.calibration or Path(folder) / CALIBRATION_FILE)
     if config.drafter.calibration is None and not path.is_file():
-        logger.warning(
-            "confidences are not calibrated: no %s beside the drafter; `dspark-ray calibrate` makes one",
-            CALIBRATION_FILE,
-        )
+        logger.warning("confidences are not calibrated: no %s in %s; they are used as they are", CALIBRATION_FILE, folder)
         return None
     calibration = SequentialTemperatureScaling.load(path)
     if len(calibration.temperatures) < num_draft_tokens:
