@@ -88,7 +88,9 @@ def _build_draft_model(config: AppConfig, folder: str, target_folder: str) -> Dr
 def _calibration(config: AppConfig, folder: str, num_draft_tokens: int) -> SequentialTemperatureScaling | None:
     path = Path(config.drafter.calibration or Path(folder) / CALIBRATION_FILE)
     if config.drafter.calibration is None and not path.is_file():
-        logger.warning("confidences are not calibrated: no %s in %s; they are used as they are", CALIBRATION_FILE, folder)
+        logger.warning(
+            "confidences are not calibrated: no %s in %s; they are used as they are", CALIBRATION_FILE, folder
+        )
         return None
     calibration = SequentialTemperatureScaling.load(path)
     if len(calibration.temperatures) < num_draft_tokens:
