@@ -116,30 +116,34 @@ def sample_draft(
     few drafts that would have come from the tail; the output does not depend on it. Logits that are not finite yield
     some draft, never an error: the target rejects what it does not like.
     """
-    if columns.greedy.all():
+    greedy = columns.greedy
+    if greedy.all():
         return _greedy_draft(logits)
-    width = min(k, logits.shape[1])
-    values, ids = largest(logits, width)
+    values, ids = largest(logits, min(k, logits.shape[1]))
     values = values.to(torch.float32)
     values = torch.where(torch.isfinite(values[:, :1]), values, torch.zeros_like(values))
-    # Greedy rows keep the plain softmax as their confidence; top_k beyond the candidates is off by itself.
-    temperature = np.where(columns.greedy, np.float32(1.0), columns.temperature)
-    nucleus = bool((~columns.greedy & (columns.top_p < 1.0) & ~((columns.top_k > 0) & (columns.top_k < width))).any())
-    log_mass = _mass_for_nucleus(logits, values, columns, temperature) if nucleus else None
-    probs = process_candidates(values, temperature, columns.top_k, columns.top_p, columns.min_p, log_mass)
+    # Greedy rows get the plain softmax here: their confidence must not be the 1.0 of a one-hot.
+    filters = (
+        np.where(greedy, np.float32(1.0), columns.temperature),
+        np.where(greedy, 0, columns.top_k),
+        np.where(greedy, np.float32(1.0), columns.top_p),
+        np.where(greedy, np.float32(0.0), columns.min_p),
+    )
+    probs = process_candidates(values, *filters, _nucleus_mass(logits, values, *filters[:3]))
     choice = (probs / _exponential(probs, generator)).argmax(-1)
-    shared = np.flatnonzero(columns.coupled & ~columns.greedy)
+    shared = np.flatnonzero(columns.coupled & ~greedy)
     if shared.size:
         rows = _index(shared, probs)
         noise = gumbel(_host_tensor(columns.noise_seeds[shared]), _host_tensor(host(positions)[shared]), ids[rows])
         choice[rows] = (probs[rows].log() + noise).argmax(-1)
     tokens = ids.gather(1, choice[:, None])[:, 0]
-    if columns.greedy.any():
-        rows = _index(np.flatnonzero(columns.greedy), probs)
+    if greedy.any():
+        rows = _index(np.flatnonzero(greedy), probs)
         tokens[rows] = logits[rows].max(-1).indices
-    if (columns.greedy | columns.coupled).all():
-        return DraftSample(tokens, tokens[:, None], torch.ones_like(probs[:, :1]), probs.amax(-1))
-    return DraftSample(tokens, ids, probs, probs.amax(-1))
+    top_prob = probs.amax(-1)
+    if (greedy | columns.coupled).all():
+        return DraftSample(tokens, tokens[:, None], torch.ones_like(probs[:, :1]), top_prob)
+    return DraftSample(tokens, ids, probs, top_prob)
 
 
 def largest(values: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -169,16 +173,16 @@ def _greedy_draft(logits: torch.Tensor) -> DraftSample:
     return DraftSample(tokens, tokens[:, None], torch.ones_like(top_prob)[:, None], top_prob)
 
 
-def _mass_for_nucleus(
-    logits: torch.Tensor, values: torch.Tensor, columns: SamplingColumns, temperature: np.ndarray
-) -> torch.Tensor:
-    """[R] log mass of the full vocabulary; of the top-k for rows whose top_k cuts inside the candidates."""
-    inside = (columns.top_k > 0) & (columns.top_k <= values.shape[1])
+def _nucleus_mass(
+    logits: torch.Tensor, values: torch.Tensor, temperature: np.ndarray, top_k: np.ndarray, top_p: np.ndarray
+) -> torch.Tensor | None:
+    """What the mass of top-p is measured against [R]; None where no row needs the pass over the full vocabulary."""
+    inside = (top_k > 0) & (top_k <= values.shape[1])  # top-k leaves nothing outside the candidates
+    if not ((top_p < 1.0) & ~inside).any():
+        return None
     full = full_log_mass(logits, temperature)
-    kept = filtered_scores(
-        values, temperature, columns.top_k, np.ones_like(columns.top_p), np.zeros_like(columns.min_p)
-    )
-    return torch.where(_column(inside, full)[:, 0].bool(), kept.logsumexp(-1), full)
+    kept = filtered_scores(values, temperature, top_k, np.ones_like(top_p), np.zeros_like(top_p)).logsumexp(-1)
+    return torch.where(torch.from_numpy(inside).to(full.device), kept, full)
 
 
 def _exponential(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -53,8 +53,8 @@ def first_two_tokens(
     rows = np.arange(DRAWS)
     columns = make_columns(DRAWS, seeds=rows if seeds == "own" else np.full(DRAWS, 7))
     # Where all requests share a seed, noise must come from positions and rounds alone.
-    anchors = np.zeros(DRAWS, dtype=np.int64) if seeds == "own" else 10 * (rows // 2)
-    rounds = np.full(DRAWS, 3) if seeds == "own" else rows % 2
+    anchors = np.zeros(DRAWS, dtype=np.int64) if seeds == "own" else 10 * (rows % 2)
+    rounds = np.full(DRAWS, 3) if seeds == "own" else rows // 2
     generator = torch.Generator().manual_seed(11)
     draft1 = sample_draft(q1.log().expand(DRAWS, -1), columns, anchors + 1, generator, k)
     draft2 = sample_draft(q2.log()[draft1.tokens], columns, anchors + 2, generator, k)
@@ -78,7 +78,7 @@ def first_two_tokens(
         draft.q_probs[:, None],
         again,
         anchors[short] + 1,
-        rounds[short] + 2,
+        rounds[short] + DRAWS,
     )
     output[short, 1] = second.tokens[:, 0]
     return output

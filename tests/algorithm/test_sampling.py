@@ -158,8 +158,22 @@ def test_confidence_is_the_top_probability_whatever_token_is_drawn() -> None:
     sample = sample_draft(logits, make_columns(64), np.arange(64), torch.Generator().manual_seed(1))
     assert len(set(sample.tokens.tolist())) > 5
     assert len(set(sample.top_prob.tolist())) == 1
-    greedy = sample_draft(logits, make_columns(64, temperature=0.0), np.arange(64), torch.Generator())
-    assert torch.allclose(greedy.top_prob, logits.softmax(-1).amax(-1))
+    greedy = make_columns(64, temperature=0.0, top_p=0.1, top_k=2)
+    mixed = concat_columns(greedy.select(np.arange(32)), make_columns(32))
+    for columns in (greedy, mixed):
+        top_prob = sample_draft(logits, columns, np.arange(64), torch.Generator().manual_seed(1)).top_prob
+        assert torch.allclose(top_prob, logits.softmax(-1).amax(-1))
+
+
+@pytest.mark.parametrize("top_k", [0, 5, 32])
+def test_q_keeps_the_nucleus_that_the_target_keeps(top_k: int) -> None:
+    logits = 2 * torch.randn(2, 4096, generator=torch.Generator().manual_seed(10))
+    columns = make_columns(2, temperature=0.7, top_p=0.5, top_k=top_k)
+    sample = sample_draft(logits, columns, np.zeros(2), torch.Generator().manual_seed(0), k=32)
+    p = process_logits(logits, columns.temperature, columns.top_k, columns.top_p, columns.min_p).exp()
+    kept = p.gather(1, sample.q_ids)
+    assert ((sample.q_probs > 0) == (kept > 0)).all()
+    assert torch.allclose(sample.q_probs, kept / kept.sum(-1, keepdim=True), atol=1e-6)
 
 
 def test_mixed_drafts_equal_separate_ones_and_greedy_is_argmax() -> None:
