@@ -14,7 +14,7 @@ from types import FrameType
 import ray
 from ray import serve
 
-from deployments.app import build_app
+from deployments.builder import build_app
 from dspark_ray.cli.arguments import config_from
 from dspark_ray.config import AppConfig
 from dspark_ray.errors import ConfigError
