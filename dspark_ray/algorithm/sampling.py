@@ -42,6 +42,13 @@ def process_logits(
     return filtered_scores(logits, temperature, top_k, top_p, min_p).log_softmax(-1)
 
 
+def process_probs(
+    logits: torch.Tensor, temperature: Column, top_k: Column, top_p: Column, min_p: Column
+) -> torch.Tensor:  # [N, V] float32
+    """`process_logits` as probabilities, 0 where a token is excluded (the exponential of -inf is slow on CPUs)."""
+    return filtered_scores(logits, temperature, top_k, top_p, min_p).softmax(-1)
+
+
 def filtered_scores(
     logits: torch.Tensor,  # [N, V]
     temperature: Column,
@@ -210,7 +217,8 @@ def _mask_top_k(scores: torch.Tensor, top_k: np.ndarray) -> torch.Tensor:
 
 
 def _mask_top_p(scores: torch.Tensor, top_p: np.ndarray, log_mass: torch.Tensor | None) -> torch.Tensor:
-    mass = scores.logsumexp(-1) if log_mass is None else log_mass
+    # The peak is 0, so its log-probability is minus the log mass; logsumexp would take the slow exponential of -inf.
+    mass = -scores.log_softmax(-1).amax(-1) if log_mass is None else log_mass
     return scores.masked_fill_(scores < _nucleus_edge(scores, mass, _column(top_p, scores))[:, None], -torch.inf)
 
 

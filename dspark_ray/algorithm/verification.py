@@ -12,7 +12,9 @@ import torch
 
 from dspark_ray.algorithm.columns import SamplingColumns
 from dspark_ray.algorithm.noise import Purpose, gumbel, uniform
-from dspark_ray.algorithm.sampling import filtered_scores, host, process_logits
+from dspark_ray.algorithm.sampling import filtered_scores, host, process_probs
+
+_BLOCK = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,9 +139,9 @@ def _rejection_position(
     if not rows.size:
         return rows
     chosen = columns.select(rows)
-    p = process_logits(
+    p = process_probs(
         _rows_of(logits, drafts, rows, offset), chosen.temperature, chosen.top_k, chosen.top_p, chosen.min_p
-    ).exp_()
+    )
     token = drafts.tokens[rows, offset]
     p_token = host(p.gather(1, _tensor(token).to(p.device)[:, None])[:, 0]).astype(np.float64)
     q_ids, q_probs = _sparse_q(drafts, rows, offset)
@@ -155,7 +157,8 @@ def _rejection_position(
             _uniform(chosen, drafts, rows, offset, Purpose.RECOVER),
             _uniform(chosen, drafts, rows, offset, Purpose.BONUS),
         )
-        tokens, finite = _draw_residual(p[_tensor(stop).to(p.device)], q_ids[stop], removed, points[stop])
+        p = p if len(stop) == len(rows) else p[_tensor(stop).to(p.device)]
+        tokens, finite = _draw_residual(p, q_ids[stop], removed, points[stop])
         verdict.tokens[rows[stop], offset] = tokens
         verdict.failed[rows[stop]] |= ~finite
     return rows[accepted]
@@ -180,16 +183,31 @@ def _draw_residual(
     q_probs: np.ndarray,  # [n, k], 0 where nothing is to be removed
     points: np.ndarray,  # [n] float64 in (0, 1)
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A token from norm(max(p - q, 0)) by inverting its cumulative sum [n], and whether the row was finite [n]."""
+    """A token from norm(max(p - q, 0)) [n], and whether the row was finite [n]."""
     removed = torch.from_numpy(np.ascontiguousarray(-q_probs, dtype=np.float32)).to(p.device)
     weights = p.scatter_add(1, _tensor(q_ids).to(p.device), removed).clamp_(min=0.0)
-    # p and q equal up to rounding leave nothing: then p itself is the residual.
-    empty = weights.sum(-1, keepdim=True) <= 0.0
-    reached = torch.where(empty, p, weights).double().cumsum(-1)
-    total = reached[:, -1:]
-    target = torch.from_numpy(points).to(p.device)[:, None] * total
-    tokens = torch.searchsorted(reached, target, right=True).clamp_(max=p.shape[1] - 1)[:, 0]
-    return host(tokens), host(torch.isfinite(total[:, 0]))
+    empty = weights.amax(-1, keepdim=True) <= 0.0
+    if empty.any():  # p and q equal up to rounding leave nothing: then p itself is the residual
+        weights = torch.where(empty, p, weights)
+    return _invert_cumulative(weights, torch.from_numpy(points).to(p.device)[:, None])
+
+
+def _invert_cumulative(weights: torch.Tensor, points: torch.Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """The token at which the cumulative sum of weights [n, V] passes the share `points` [n, 1] of their total [n].
+
+    In two levels, block and token, so that only block sums and one block a row are accumulated in float64.
+    """
+    blocks = torch.nn.functional.pad(weights, (0, -weights.shape[1] % _BLOCK)).view(len(weights), -1, _BLOCK)
+    reached = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    target = points * reached[:, -1:]
+    block = torch.searchsorted(reached, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double().cumsum(-1)
+    rest = target - (reached.gather(1, block) - inside[:, -1:])
+    # Rounding between the two levels must not fall off the block's ends onto a token without weight.
+    rest = torch.minimum(rest.clamp_(min=0.0), inside[:, -1:] * (1.0 - 2.0**-52))
+    tokens = block * _BLOCK + torch.searchsorted(inside, rest, right=True).clamp_(max=_BLOCK - 1)
+    finite = torch.isfinite(reached[:, -1])
+    return host(torch.where(finite, tokens[:, 0], 0)), host(finite)
 
 
 def _rows_of(logits: torch.Tensor, drafts: _Drafts, rows: np.ndarray, offset: int) -> torch.Tensor:

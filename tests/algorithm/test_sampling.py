@@ -56,7 +56,8 @@ def test_every_mix_of_filters_equals_a_full_sort(vocabulary: int, sharpness: flo
     got = process_logits(logits, *columns).exp().numpy()
     for row, settings in enumerate(rows):
         expected = naive_distribution(logits[row].numpy(), *settings)
-        assert ((got[row] > 0) == (expected > 0)).all(), settings
+        # float32 may put the edge of a nucleus one token off, where a token weighs as little as the rounding.
+        assert np.maximum(got[row], expected)[(got[row] > 0) != (expected > 0)].sum() < 1e-5, settings
         assert np.allclose(got[row], expected, atol=1e-6), settings
 
 
