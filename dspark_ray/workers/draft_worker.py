@@ -56,9 +56,10 @@ def empty_feature_batch() -> FeatureBatch:
 
 
 class DraftWorker:
-    """Runs one Drafter. `load` before the first `propose`; from then on it sends heartbeats to the controller."""
+    """Runs one Drafter. `load` before the first `propose`; from then on it sends heartbeats to the app's controller
+    (with app_name None to nobody)."""
 
-    def __init__(self, config: AppConfig, app_name: str, drafter_id: str) -> None:
+    def __init__(self, config: AppConfig, app_name: str | None, drafter_id: str) -> None:
         self._config, self._app_name, self._drafter_id = config, app_name, drafter_id
         self._drafter: Drafter | None = None
         self._num_calls = self._num_drafted = self._num_failed = 0
@@ -73,7 +74,10 @@ class DraftWorker:
                 f"drafter.kind is {self._config.drafter.kind!r}: there is nothing for a DraftWorker to run"
             )
         self._drafter = drafter
-        threading.Thread(target=self._send_heartbeats, name="heartbeat", daemon=True).start()
+        if self._app_name is not None:
+            threading.Thread(
+                target=self._send_heartbeats, args=(self._app_name,), name="heartbeat", daemon=True
+            ).start()
         return drafter.num_draft_tokens
 
     def propose(self, plan: DraftPlan, features: FeatureBatch) -> DraftBatch:
@@ -120,7 +124,7 @@ class DraftWorker:
             "busy_seconds": self._busy_seconds,
         }
 
-    def _send_heartbeats(self) -> None:
+    def _send_heartbeats(self, app_name: str) -> None:
         """Tell the controller, found by name each time, how busy this drafter was. No controller: try again later."""
         capacity = self._config.engine.max_num_seqs
         busy, since = self._busy_seconds, time.monotonic()
@@ -129,7 +133,7 @@ class DraftWorker:
             utilisation = (self._busy_seconds - busy) / max(now - since, HEARTBEAT_SECONDS / 2)
             busy, since = self._busy_seconds, now
             try:
-                controller = ray.get_actor(controller_name(self._app_name), NAMESPACE)
+                controller = ray.get_actor(controller_name(app_name), NAMESPACE)
                 ray.get(controller.heartbeat.remote(self._drafter_id, capacity, min(utilisation, 1.0)), timeout=5)
             except (ray.exceptions.RayError, ValueError) as error:
                 logger.debug("no heartbeat of drafter %s: %s", self._drafter_id, error)

@@ -99,7 +99,7 @@ class ControllerClient:
     def report(self, report: LoadReport) -> None:
         """Send a step's report and return at once; skipped while the one before is under way."""
         self._last_step = report.step
-        if self._handle is None or (self._in_flight is not None and not self._in_flight.done()):
+        if self._handle is None or not self.idle:
             self.num_skipped += 1
             return
         self.num_reports += 1
@@ -118,6 +118,11 @@ class ControllerClient:
     def reply_age_seconds(self) -> float | None:
         """Age of the newest answer; None before the first."""
         return time.monotonic() - self._replies[-1][0] if self._replies else None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no report is under way."""
+        return self._in_flight is None or self._in_flight.done()
 
     async def refresh(
         self, epoch: int, cost_table: CostTable | None, num_draft_tokens: int, lost: tuple[str, ...] = ()
@@ -147,12 +152,15 @@ class ControllerClient:
 
     async def _call(self, method: str, *args: Any) -> Any:
         """The actor's answer, or None after any failure, which is logged once until it is reached again."""
+        handle = self._handle
         try:
-            if self._handle is None:
-                self._handle = await asyncio.to_thread(ray.get_actor, controller_name(self._app_name), NAMESPACE)
-            reply = await asyncio.wait_for(getattr(self._handle, method).remote(*args), CALL_SECONDS)
+            if handle is None:
+                handle = await asyncio.to_thread(ray.get_actor, controller_name(self._app_name), NAMESPACE)
+                self._handle = handle
+            reply = await asyncio.wait_for(getattr(handle, method).remote(*args), CALL_SECONDS)
         except (RayError, ValueError, TimeoutError) as error:
-            self._handle = None
+            if self._handle is handle:  # a late failure must not undo a newer look-up
+                self._handle = None
             if self._reachable:
                 logger.warning("controller %s is away: %s", controller_name(self._app_name), type(error).__name__)
             self._reachable = False

@@ -34,6 +34,7 @@ class SubmittedStep:
     routed: RoutedStep
     drafts: tuple[PendingDraft, ...]  # given to every rank, in this order
     ranks: tuple[Any, ...]  # ObjectRef of each rank's answer
+    features: tuple[Any, ...]  # ObjectRef of each drafter's FeatureBatch
     proposals: dict[str, Any]  # ObjectRef of each called drafter's next DraftBatch
 
 
@@ -147,7 +148,7 @@ class RayExecutor:
             for drafter_id, feature in zip(routed.drafter_ids, features, strict=True)
             if drafter_id in routed.plans
         }
-        return SubmittedStep(routed, drafts, tuple(ranks), proposals)
+        return SubmittedStep(routed, drafts, tuple(ranks), tuple(features), proposals)
 
     async def _result(self, submitted: SubmittedStep) -> StepResult:
         """Rank 0's answer. Raises DraftsLost if no rank ran the step for want of drafts, else ExecutorError."""
@@ -156,6 +157,8 @@ class RayExecutor:
         errors = [answer.exception() if answer.done() else TimeoutError("no answer") for answer in answers]
         if not any(errors):
             return answers[0].result()
+        for ref in (*submitted.features, *submitted.proposals.values()):
+            quiet_future(ref)  # they fail with the ranks; one reason is enough
         if all(argument_failed(error) for error in errors):
             lost = [draft for draft in submitted.drafts if await failure_of(draft.ref) is not None]
             if lost:
@@ -221,8 +224,8 @@ class RayExecutor:
 
 
 def quiet_future(ref: Any) -> "asyncio.Future[Any]":
-    """A future of the ref's value whose error, if nobody asks for it, is not logged as forgotten."""
-    future = ref.as_future()
+    """A future of the ref's value whose error, if nobody asks for it, is logged neither by asyncio nor by Ray."""
+    future = asyncio.wrap_future(ref.future())
     future.add_done_callback(lambda done: done.cancelled() or done.exception())
     return future
 

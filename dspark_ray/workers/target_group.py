@@ -71,7 +71,7 @@ class TargetGroup:
 
     async def _answers(self, refs: list[Any]) -> list[Any]:
         """Wait for all, but give up at the first error: its peers may wait for it in a collective for ever."""
-        tasks = [ref.as_future() for ref in refs]
+        tasks = [asyncio.wrap_future(ref.future()) for ref in refs]
         done, waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         error = next((task.exception() for task in done if task.exception() is not None), None)
         for task in waiting:
