@@ -14,9 +14,16 @@ class DrafterServer:
 
     async def __init__(self, config: AppConfig) -> None:  # type: ignore[misc]  # Serve awaits it
         # Here and not at the top: composing the application must not need torch.
-        start_drafter = import_module("deployments.replica").start_drafter
+        start_draft_worker = import_module("dspark_ray.workers.draft_worker").start_draft_worker
         app_name = serve.get_replica_context().app_name
-        self._worker = ActorSupervisor("DraftWorker", lambda: start_drafter(config, app_name))
+
+        async def create() -> Any:
+            # With a new id: who held the old one must not find this one under it.
+            worker = start_draft_worker(config, app_name)
+            await worker.load.remote()
+            return worker
+
+        self._worker = ActorSupervisor("DraftWorker", create)
         await self._worker.start()
 
     async def stats(self) -> dict[str, Any] | None:

@@ -1,13 +1,11 @@
-"""What runs inside a TargetServer or DrafterServer replica. Plain classes and functions; the deployments are shells.
+"""What runs inside a TargetServer replica: an engine on Ray with its leases. The deployment is a shell around it.
 
-Imports the engine and so torch; `target.py` and `drafter.py` import it only inside a replica, so that composing the
-application needs no torch.
+Imports the engine and so torch; `target.py` imports it only inside a replica: composing the application needs none.
 """
 
 import asyncio
 import logging
 import time
-import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -21,7 +19,6 @@ from dspark_ray.engine.engine import Engine
 from dspark_ray.errors import DSparkError
 from dspark_ray.models.resolve import resolve_model
 from dspark_ray.request import GenerationChunk, GenerationRequest
-from dspark_ray.workers.draft_worker import start_draft_worker
 from dspark_ray.workers.load_controller import ControllerClient, keep_leases, refresh_leases
 from dspark_ray.workers.ray_executor import RayExecutor
 
@@ -33,8 +30,7 @@ FIRST_LEASE_SECONDS = 60.0  # for a drafter to load; the cost table should know 
 class TargetReplica:
     """One engine over one target group on Ray, and the task that keeps its leases."""
 
-    def __init__(self, config: AppConfig, engine: Engine, backend: EngineBackend, client: ControllerClient) -> None:
-        self._config = config
+    def __init__(self, engine: Engine, backend: EngineBackend, client: ControllerClient) -> None:
         self._engine = engine
         self._backend = backend
         self._client = client
@@ -47,17 +43,14 @@ class TargetReplica:
         executor = RayExecutor(config, app_name, group)
         client = ControllerClient(app_name, group, budget_lag=config.verification.budget_lag)
         engine = Engine(config, executor, str(folder), client)
-        if config.drafter.kind != "none" and not await first_leases(client, executor, FIRST_LEASE_SECONDS):
-            logger.warning("no drafter after %g s: decoding plainly until one comes", FIRST_LEASE_SECONDS)
-        waiting = asyncio.create_task(keep_leases(client, executor, lambda: None, 0))
+        drafters = asyncio.create_task(first_leases(config, client, executor))
         try:
-            info = await engine.start()
+            info = await engine.start(drafters_ready=drafters)
         except BaseException:
+            drafters.cancel()
             await executor.close()
             raise
-        finally:
-            waiting.cancel()
-        replica = cls(config, engine, EngineBackend(engine, config.target.name, folder), client)
+        replica = cls(engine, EngineBackend(engine, config.target.name, folder), client)
         replica._leases = asyncio.create_task(
             keep_leases(client, executor, lambda: engine.cost_table, info.num_draft_tokens), name="leases"
         )
@@ -96,19 +89,15 @@ class TargetReplica:
         await self._client.leave()
 
 
-async def first_leases(client: ControllerClient, executor: RayExecutor, seconds: float) -> bool:
-    """Wait for a drafter and lend it to the executor; False if none comes in time."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
+async def first_leases(config: AppConfig, client: ControllerClient, executor: RayExecutor) -> None:
+    """Wait until a drafter has loaded and lend it to the executor; say so in the log if none comes in time."""
+    deadline = time.monotonic() + FIRST_LEASE_SECONDS
+    while config.drafter.kind != "none":
         reply = await client.refresh(executor.epoch, None, 0)
         if reply is not None and reply.drafter_ids:
-            return await refresh_leases(client, executor, None, 0)
+            await refresh_leases(client, executor, None, 0)
+            return
+        if time.monotonic() > deadline:
+            logger.warning("no drafter after %g s: decoding plainly until one comes", FIRST_LEASE_SECONDS)
+            return
         await asyncio.sleep(0.2)
-    return False
-
-
-async def start_drafter(config: AppConfig, app_name: str) -> Any:
-    """A loaded DraftWorker, owned by this process. The id is new: who held the old one must not find it again."""
-    worker = start_draft_worker(config, app_name, uuid.uuid4().hex[:8])
-    await worker.load.remote()
-    return worker

@@ -8,7 +8,7 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import Any
 
 import numpy as np
@@ -56,9 +56,16 @@ class Engine:
         self._step = 0
         self._loop_task: asyncio.Task[None] | None = None
 
-    async def start(self, cost_table: CostTable | None = None) -> TargetInfo:
-        """Start the executor, profile the cost table unless one is given, then begin to serve."""
+    async def start(
+        self, cost_table: CostTable | None = None, *, drafters_ready: Awaitable[object] | None = None
+    ) -> TargetInfo:
+        """Start the executor, profile the cost table unless one is given, then begin to serve.
+
+        `drafters_ready` is awaited in between, so that the time of a draft is part of the profile.
+        """
         self.info = await self._executor.start()
+        if drafters_ready is not None:
+            await drafters_ready
         verification = self._config.verification
         if self.info.num_draft_tokens and verification.policy in ("adaptive", "algorithm1") and cost_table is None:
             cost_table = await self._executor.profile()
