@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dspark_ray.algorithm.columns import SamplingColumns
-from dspark_ray.algorithm.sampling import sample_draft
+from dspark_ray.algorithm.sampling import process_probs, sample_draft
 from dspark_ray.algorithm.verification import Verdict, verify
 from tests.algorithm.helpers import LEAST_P_VALUE, concat_columns, make_columns, p_value, random_distributions
 
@@ -232,3 +232,18 @@ def test_fresh_rounds_give_fresh_noise_at_the_same_position() -> None:
         for step in range(20)
     }
     assert len(tokens) > 15
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_plain_sampling_follows_p_over_many_blocks_of_the_vocabulary(top_k: int) -> None:
+    rows, vocabulary = 40_000, 300
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(6))
+    logits[0, [0, 63, 64, 191, 299]] += 5.0  # the ends of blocks
+    columns = make_columns(rows, top_k=top_k)
+    verdict = verify(
+        logits.expand(rows, -1), np.zeros((rows, 0)), np.zeros(rows), None, None, columns, np.zeros(rows), 0
+    )
+    one = columns.select(np.array([0]))
+    p = process_probs(logits, one.temperature, one.top_k, one.top_p, one.min_p)[0].numpy()
+    assert (p > 0).sum() == (top_k or vocabulary)
+    assert p_value(verdict.tokens[:, 0], p) > LEAST_P_VALUE
