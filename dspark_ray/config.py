@@ -71,6 +71,7 @@ class VerificationConfig(_Section):
     threshold: float = Field(0.3, ge=0, le=1, description="least survival that is verified (policy threshold)")
     budget_lag: int = Field(2, ge=1, description="steps between the confidences a budget rests on and its use")
     cost_table: str | None = Field(None, description="JSON from `dspark-ray profile`; default: profile at start-up")
+    cache_cost_table: bool = Field(True, description="keep the profiled table in the user's cache for the next start")
     fallback_confidence: float = Field(0.7, ge=0, le=1, description="first estimate where a drafter has no head")
 
 

@@ -53,10 +53,8 @@ async def open_engine(
 ) -> AsyncIterator[Engine]:
     """A started engine, in this process unless an executor is given; closed on leaving.
 
-    The cost table is the one given, else the file that the configuration names, else it is profiled where needed.
+    The cost table is the one given, else the engine finds or profiles one where the policy needs it.
     """
-    if cost_table is None and config.verification.cost_table is not None:
-        cost_table = CostTable.load(config.verification.cost_table)
     folder = await asyncio.to_thread(resolve_model, config.target.model)
     engine = Engine(config, executor or LocalExecutor(config), str(folder))
     try:

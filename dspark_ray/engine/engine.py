@@ -9,6 +9,7 @@ import json
 import logging
 import time
 from collections.abc import AsyncIterator, Awaitable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 from dspark_ray.algorithm.cost_table import CostTable
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.batch import StepPlan, StepResult, TargetInfo
+from dspark_ray.engine.cost_table_cache import cached_path, obtain_cost_table, save_cost_table
 from dspark_ray.engine.draft_budget import BudgetSource, DraftBudget, LoadReport, build_prefix_scheduler
 from dspark_ray.engine.executor import Executor
 from dspark_ray.engine.kv_cache import PageAllocator
@@ -55,11 +57,12 @@ class Engine:
         self._last_progress = time.monotonic()
         self._step = 0
         self._loop_task: asyncio.Task[None] | None = None
+        self._cost_table_path: Path | None = None
 
     async def start(
         self, cost_table: CostTable | None = None, *, drafters_ready: Awaitable[object] | None = None
     ) -> TargetInfo:
-        """Start the executor, profile the cost table unless one is given, then begin to serve.
+        """Start the executor, find or profile the cost table unless one is given, then begin to serve.
 
         `drafters_ready` is awaited in between, so that the time of a draft is part of the profile.
         """
@@ -67,8 +70,10 @@ class Engine:
         if drafters_ready is not None:
             await drafters_ready
         verification = self._config.verification
-        if self.info.num_draft_tokens and verification.policy in ("adaptive", "algorithm1") and cost_table is None:
-            cost_table = await self._executor.profile()
+        needed = self.info.num_draft_tokens > 0 and verification.policy in ("adaptive", "algorithm1")
+        if needed and cost_table is None:
+            self._cost_table_path = cached_path(self._config, self.info, self._executor.describe()["executor"])
+            cost_table = await obtain_cost_table(self._config, self._cost_table_path, self._executor.profile)
         self.cost_table = cost_table
         await self._executor.set_cost_table(cost_table)
         speculates = verification.policy != "none" and self.info.num_draft_tokens > 0
@@ -87,6 +92,8 @@ class Engine:
         if self._loop_task is not None:
             self._loop_task.cancel()
             await asyncio.gather(self._loop_task, return_exceptions=True)
+            if self._cost_table_path and self.cost_table and self._config.verification.cache_cost_table:
+                save_cost_table(self.cost_table, self._cost_table_path)
         self._fail_all(EngineDeadError("the engine was closed"))
         await self._executor.close()
 

@@ -1,11 +1,16 @@
 """Running totals of an engine: what was drafted, admitted, accepted, emitted, and where acceptance ends in a block."""
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from dspark_ray.engine.batch import StepResult
+
+logger = logging.getLogger(__name__)
+
+USELESS_ROUNDS = 200  # verified drafts without one acceptance: something is wrong
 
 
 @dataclass(slots=True)
@@ -26,6 +31,7 @@ class EngineStats:
     decode_rounds: int = 0
     prompt_tokens: int = 0
     step_seconds: float = 0.0
+    said_useless: bool = False
     admitted_at: np.ndarray = field(init=False)  # [K] int64
     accepted_at: np.ndarray = field(init=False)  # [K] int64
 
@@ -45,6 +51,13 @@ class EngineStats:
         positions = np.arange(self.num_draft_tokens)
         self.admitted_at += (result.num_admitted[:, None] > positions).sum(axis=0)
         self.accepted_at += (result.num_accepted[:, None] > positions).sum(axis=0)
+        if self.rounds >= USELESS_ROUNDS and self.accepted == 0 and not self.said_useless:
+            self.said_useless = True
+            logger.warning(
+                "not one of %d verified draft tokens was accepted (accepted length 1.00): this drafter does not fit the "
+                "target; check drafter.model, target_layer_ids and mask_token_id",
+                self.admitted,
+            )
 
     @property
     def mean_accepted_length(self) -> float | None:

@@ -24,6 +24,7 @@ from dspark_ray.engine.profiler import profile_target
 from dspark_ray.models.attention import build_attention_batch
 from dspark_ray.models.checkpoints import load_feature_projection
 from dspark_ray.models.draft_config import check_layer_range, read_draft_config
+from dspark_ray.models.draft_model import FeatureProjection
 from dspark_ray.models.resolve import resolve_drafter, resolve_model
 from dspark_ray.models.target import TargetModel, resolve_device, resolve_dtype
 
@@ -99,7 +100,7 @@ class TargetRunner:
     def __init__(self, config: AppConfig, rank: int = 0, world_size: int = 1) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._scheduler: PrefixScheduler | None = None
-        self._projection: torch.nn.Module | None = None
+        self._projection: FeatureProjection | None = None
 
     def load(self) -> TargetInfo:
         """Load weights, taps and pages; returns what the engine must know (the same on every rank)."""
@@ -159,7 +160,7 @@ class TargetRunner:
     @property
     def feature_shape(self) -> tuple[int, torch.dtype]:
         """(size, dtype) of a feature row on its way to a drafter; size 0 for drafters that need only tokens."""
-        return (int(self._model.config.hidden_size) if self._projection is not None else 0, self._model.dtype)
+        return (self._projection.fc.out_features if self._projection is not None else 0, self._model.dtype)
 
     def profile(self) -> CostTable:
         """Measure step time by batch tokens with synthetic steps. Call before serving."""

@@ -32,7 +32,7 @@ def make_config(fixtures_dir: Path, tiny_target: str) -> Callable[..., AppConfig
             {
                 "target": {"model": tiny_target, "dtype": "float32", "device": "cpu", "num_threads": 1},
                 "drafter": {"kind": kind, "model": path, "dtype": "float32", "device": "cpu"},
-                "verification": {"policy": policy, "static_len": 3},
+                "verification": {"policy": policy, "static_len": 3, "cache_cost_table": False},
                 "engine": {"page_size": 4, "num_pages": 400, "max_num_seqs": 16, **engine},
             }
         )
