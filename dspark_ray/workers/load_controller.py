@@ -172,12 +172,13 @@ class ControllerClient:
 
 
 def find_draft_workers(app_name: str, drafter_ids: tuple[str, ...]) -> list[tuple[str, Any]]:
+    """Handles by name, of those that are there; looked up each time, so that no dead one is kept."""
     found = []
     for drafter_id in drafter_ids:
         try:
             found.append((drafter_id, ray.get_actor(draft_worker_name(app_name, drafter_id), NAMESPACE)))
-        except ValueError:
-            logger.debug("drafter %s is leased but gone", drafter_id)
+        except (RayError, ValueError) as error:
+            logger.debug("drafter %s is leased but not to be found: %s", drafter_id, error)
     return found
 
 
