@@ -270,7 +270,7 @@ class Engine:
             num_waiting=len(self.scheduler.waiting),
             base_tokens=len(plan.token_ids),
             batch_tokens=result.batch_tokens,
-            num_sampling=int(plan.samples.sum()),
+            num_sampling=int((plan.samples & plan.wants_draft).sum()),
             survival=result.survival[drafted],
             max_drafts=plan.max_drafts[drafted],
             step_seconds=result.step_seconds,

@@ -106,7 +106,7 @@ class TargetRunner:
         """Load weights, taps and pages; returns what the engine must know (the same on every rank)."""
         target = self._config.target
         folder = str(resolve_model(target.model))
-        self._device = resolve_device(target.device, self._rank)
+        self._device = resolve_device(target.device)  # Ray shows each rank one GPU, so its index is 0
         dtype = resolve_dtype(target.dtype, self._device)
         self._model = TargetModel.load(folder, dtype=dtype, device=self._device, tp_size=self._world_size)
         self._num_draft_tokens = resolve_num_draft_tokens(self._config)

@@ -41,7 +41,13 @@ class KVCache:
     """K/V pages of all layers as flat slots. Knows nothing of requests: slots are handed out elsewhere."""
 
     def __init__(
-        self, num_layers: int, num_slots: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        self,
+        num_layers: int,
+        num_slots: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         shape = (num_slots, num_kv_heads, head_dim)
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)]
@@ -106,7 +112,9 @@ def _row_group(
     query_index = offsets[members][:, None] + np.minimum(query[None, :], lens[:, None] - 1)
     kv_index = np.minimum(context[None, :], kv_lens[:, None] - 1)  # padding repeats a written slot and is masked
     kv_slots = slots_of(page_table, members[:, None], kv_index, page_size)
-    last_seen = start[members][:, None] + (np.minimum(query[None, :], lens[:, None] - 1) if causal else lens[:, None] - 1)
+    last_seen = start[members][:, None] + (
+        np.minimum(query[None, :], lens[:, None] - 1) if causal else lens[:, None] - 1
+    )
     mask = context[None, None, :] <= np.broadcast_to(last_seen, query_index.shape)[:, :, None]  # [R, Q, C]
     query_flat = np.flatnonzero(query_real)
     return RowGroup(

@@ -199,9 +199,10 @@ def resolve_dtype(name: str, device: torch.device, config: PretrainedConfig | No
     return torch.bfloat16 if native else torch.float32
 
 
-def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is one. The first visible GPU: whoever places a process shows it its own."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
         raise ConfigError("device is 'cuda' but torch sees no CUDA device; set device to 'cpu' or 'auto'")
-    return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)

@@ -4,7 +4,7 @@ Drafts on their way are any values (ObjectRefs in service). Letters: R rows of a
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,7 +102,7 @@ class DraftRoutes:
             state.dropped |= state.known
             state.known.clear()
 
-    def route(self, plan: StepPlan, histories: dict[str, np.ndarray]) -> RoutedStep:
+    def route(self, plan: StepPlan, histories: Mapping[str, np.ndarray]) -> RoutedStep:
         """Assign the rows that want drafts. A drafter is called if it has rows or something to forget."""
         self._end_rest(plan.step)
         wants = np.array(

@@ -7,7 +7,7 @@ Knows nothing of requests' contents, nor of who grants leases. Letters: D drafte
 import asyncio
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -112,7 +112,7 @@ class RayExecutor:
             "resting_requests": self._routes.num_resting,
         }
 
-    async def step(self, plan: StepPlan, finished: tuple[str, ...], histories: dict[str, np.ndarray]) -> StepResult:
+    async def step(self, plan: StepPlan, finished: tuple[str, ...], histories: Mapping[str, np.ndarray]) -> StepResult:
         """One step, drafts for the next under way when it returns. ExecutorError if the group is lost.
 
         A lost drafter's draft makes the call fail on every rank before the step runs; then the same plan is submitted
@@ -137,7 +137,7 @@ class RayExecutor:
                 self._handles[drafter_id].forget.remote(request_ids)
         self._handles = self._leased
 
-    def _submit(self, plan: StepPlan, histories: dict[str, np.ndarray]) -> SubmittedStep:
+    def _submit(self, plan: StepPlan, histories: Mapping[str, np.ndarray]) -> SubmittedStep:
         """Call every rank, then at once the drafters with the features that rank 0 will have: nothing is awaited."""
         routed = self._routes.route(plan, histories)
         drafts = tuple(self._routes.drafts_for(plan))
