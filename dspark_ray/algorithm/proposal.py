@@ -45,7 +45,9 @@ class DraftBatch:
     @property
     def survival(self) -> np.ndarray:  # [R, K] float32, zero past num_drafts
         positions = np.arange(self.confidences.shape[1])
-        return np.where(positions[None, :] < self.num_drafts[:, None], survival(self.confidences), 0.0).astype(np.float32)
+        return np.where(positions[None, :] < self.num_drafts[:, None], survival(self.confidences), 0.0).astype(
+            np.float32
+        )
 
     def proposal(self, row: int) -> DraftProposal:
         count = int(self.num_drafts[row])

@@ -54,7 +54,7 @@ class EngineStats:
         if self.rounds >= USELESS_ROUNDS and self.accepted == 0 and not self.said_useless:
             self.said_useless = True
             logger.warning(
-                "not one of %d verified draft tokens was accepted (accepted length 1.00): this drafter does not fit the "
+                "not one of %d verified draft tokens was accepted (accepted length 1.00): the drafter does not fit its "
                 "target; check drafter.model, target_layer_ids and mask_token_id",
                 self.admitted,
             )

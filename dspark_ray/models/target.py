@@ -78,7 +78,7 @@ class TargetModel:
         with torch.device("cpu"):
             model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **kwargs)
         if tp_size == 1:
-            model = model.to(device)
+            model = model.to(device)  # type: ignore[arg-type]
         return cls(model.eval(), folder, dtype, device)
 
     @property
