@@ -16,6 +16,7 @@ FLOORS = {
     "dspark_ray.algorithm": 1,
     "dspark_ray.models": 2,
     "dspark_ray.engine": 3,
+    "dspark_ray.offline": 4,
     "dspark_ray.exactness": 4,
     "dspark_ray.workers": 5,
     "dspark_ray.training": 5,

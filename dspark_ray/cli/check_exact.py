@@ -49,7 +49,8 @@ class Drafters:
         drafter = config.drafter.model_copy(
             update={"kind": variant.drafter, "model": self.folders.get(variant.drafter)}
         )
-        verification = config.verification.model_copy(update={"policy": variant.policy})
+        # Cut-out drafters live in a scratch folder: a cost table cached for them would never be found again.
+        verification = config.verification.model_copy(update={"policy": variant.policy, "cache_cost_table": False})
         return config.model_copy(update={"drafter": drafter, "verification": verification})
 
 
