@@ -10,6 +10,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 from ray.serve import Application, Deployment
+from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from ray.serve.schema import ServeDeploySchema
 
 import deployments
@@ -81,6 +82,15 @@ def test_ingress_and_controller_see_no_gpu_but_the_target_replica_may() -> None:
 def test_unknown_keys_are_refused_by_name() -> None:
     with pytest.raises(ValidationError, match="num_replcas"):
         AppConfig.model_validate({"target": {"num_replcas": 2}})
+
+
+def test_the_command_lines_flat_keys_reach_their_sections() -> None:
+    arguments = {"drafter.kind": "none", "target.tensor_parallel_size": "2", "target.device": "cpu"}
+    found = deployments_of(call_user_app_builder_with_args_if_necessary(build_app, arguments))
+    assert "DrafterServer" not in found
+    assert len(found["TargetServer"]._replica_config.placement_group_bundles) == 2
+    with pytest.raises(ValidationError, match=r"drafter\.knd"):
+        call_user_app_builder_with_args_if_necessary(build_app, {"drafter.knd": "none"})
 
 
 def test_the_package_offers_an_application_and_a_builder() -> None:

@@ -28,6 +28,7 @@ pytestmark = pytest.mark.ray
 
 APP = "dspark-test"
 LONG: dict[str, Any] = {"model": "tiny", "prompt": "hello", "max_tokens": 400, "temperature": 0}
+SEEDED: dict[str, Any] = {**LONG, "temperature": 1.0, "seed": 9}
 NO_EOS = {"ignore_eos": True}
 
 
@@ -53,7 +54,7 @@ class Server:
     def totals(self) -> dict[str, int]:
         return self.get("/stats").json()["totals"]
 
-    def stream(self, **overrides: Any) -> str:
+    def stream(self, overrides: dict[str, Any]) -> str:
         """The text of a streamed completion."""
         events = self.client.completions.create(**{**LONG, **overrides}, stream=True, extra_body=NO_EOS)
         return "".join(event.choices[0].text for event in events)
@@ -115,18 +116,22 @@ def server(serve_config: AppConfig) -> Iterator[Server]:
 
 
 @pytest.fixture(scope="module")
-def expected(serve_config: AppConfig) -> str:
-    """The text of LONG from the same model in one process."""
+def in_process(serve_config: AppConfig) -> list[str]:
+    """The texts of LONG and SEEDED from the same model in one process, without Ray."""
 
-    async def main() -> str:
+    async def main() -> list[str]:
         engine = Engine(serve_config, LocalExecutor(serve_config), serve_config.target.model)
         await engine.start()
-        ids = tuple(ord(char) - 33 for char in LONG["prompt"])
-        sampling = SamplingParams(temperature=0, max_tokens=LONG["max_tokens"], ignore_eos=True)
         try:
-            return "".join([chunk.text async for chunk in engine.generate(GenerationRequest("x", ids, sampling))])
+            return [await text(engine, body) for body in (LONG, SEEDED)]
         finally:
             await engine.close()
+
+    async def text(engine: Engine, body: dict[str, Any]) -> str:
+        ids = tuple(ord(char) - 33 for char in body["prompt"])
+        names = ("temperature", "max_tokens", "seed")
+        sampling = SamplingParams(ignore_eos=True, **{name: body[name] for name in names if name in body})
+        return "".join([chunk.text async for chunk in engine.generate(GenerationRequest("x", ids, sampling))])
 
     return asyncio.run(main())
 
@@ -153,12 +158,12 @@ def test_health_is_live_while_the_model_loads_and_ready_tells_the_truth(server: 
     assert server.get("/ready").json() == {"status": "ready", "model": "tiny"}
 
 
-def test_streamed_and_whole_answers_equal_the_engine_in_process(server: Server, expected: str) -> None:
+def test_streamed_and_whole_answers_equal_the_engine_in_process(server: Server, in_process: list[str]) -> None:
     whole = server.client.completions.create(**LONG, extra_body=NO_EOS)
-    assert whole.choices[0].text == expected
+    assert whole.choices[0].text == in_process[0]
     assert whole.usage is not None
     assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (5, 400)
-    assert server.stream() == expected
+    assert [server.stream(body) for body in (LONG, SEEDED)] == in_process
 
 
 def test_chat_streams_with_usage(server: Server) -> None:
@@ -197,11 +202,11 @@ def test_openais_client_raises_its_own_errors(server: Server) -> None:
         assert list(response.json()["error"]) == ["message", "type", "param", "code"]
 
 
-def test_python_callers_stream_typed_chunks_from_the_app_handle(server: Server, expected: str) -> None:
+def test_python_callers_stream_typed_chunks_from_the_app_handle(server: Server, in_process: list[str]) -> None:
     handle = serve.get_app_handle(APP).options(stream=True)
     sampling = SamplingParams(temperature=0, max_tokens=400, ignore_eos=True)
     chunks = list(handle.generate.remote(GenerateRequest(prompt="hello", sampling=sampling)))
-    assert "".join(chunk.text for chunk in chunks) == expected
+    assert "".join(chunk.text for chunk in chunks) == in_process[0]
     assert sum(len(chunk.token_ids) for chunk in chunks) == sum(chunk.counts.emitted for chunk in chunks) == 400
     assert sum(chunk.counts.accepted for chunk in chunks) > 0
     with pytest.raises(RequestError) as refused:
@@ -224,7 +229,7 @@ def test_actors_have_telling_names_and_stats_show_the_cluster(server: Server) ->
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc: Linux only")
 def test_the_ingress_and_controller_processes_have_not_loaded_torch(server: Server) -> None:
-    server.stream(max_tokens=4)
+    server.stream({"max_tokens": 4})
     found = {}
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -260,14 +265,14 @@ def test_clients_that_leave_free_the_engine_within_two_seconds(server: Server) -
 @pytest.mark.parametrize(
     "part", ["DraftWorker-", "LoadController", "TargetWorker-", "#TargetServer#", "#DrafterServer#"]
 )
-def test_whatever_is_killed_every_stream_ends_whole(server: Server, expected: str, part: str) -> None:
+def test_whatever_is_killed_every_stream_ends_whole(server: Server, in_process: list[str], part: str) -> None:
     eventually(lambda: server.get("/ready").status_code == 200, 60)
     with ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(server.stream) for _ in range(8)]
+        streams = [pool.submit(server.stream, body) for body in [LONG, SEEDED] * 4]
         eventually(lambda: server.totals()["running"] == 8, 20)
         killed = kill_actor(part)
-        assert [stream.result() for stream in streams] == [expected] * 8
-    names = eventually(lambda: [a["name"] for a in ray.util.list_named_actors(all_namespaces=True)], 1)
+        assert [stream.result() for stream in streams] == in_process * 4
+    names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     assert killed not in names or part == "LoadController"
     eventually(lambda: server.get("/ready").status_code == 200, 60)
     eventually(lambda: (server.get("/stats").json()["controller"] or {}).get("leases"), 30)
