@@ -33,10 +33,11 @@ class Poet:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("subject", nargs="?", default="a lighthouse")
+    parser.add_argument("--address", default="auto", help="the Ray cluster that serves it")
     parser.add_argument("--app", default="dspark", help="name of the application that serves the model")
     args = parser.parse_args()
 
-    ray.init(address="auto", log_to_driver=False)
+    ray.init(address=args.address, log_to_driver=False)
     poet = serve.run(Poet.bind(args.app), name="poet", route_prefix=None)
     try:
         print(poet.write.remote(args.subject).result(timeout_s=300))

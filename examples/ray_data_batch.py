@@ -36,10 +36,11 @@ class Completer:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--address", default="auto", help="the Ray cluster that serves it")
     parser.add_argument("--app", default="dspark", help="name of the application that serves the model")
     args = parser.parse_args()
 
-    ray.init(address="auto", log_to_driver=False)
+    ray.init(address=args.address, log_to_driver=False)
     questions = [{"question": f"What is the capital of {country}?"} for country in COUNTRIES]
     answers = ray.data.from_items(questions).map_batches(
         Completer, fn_constructor_args=(args.app,), batch_size=4, concurrency=1, num_cpus=0.1

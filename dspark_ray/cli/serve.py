@@ -36,7 +36,7 @@ def run(args: Namespace) -> int:
         check_port_is_free(args.host, args.port)
     parent = os.getppid() if args.stop_with_parent else None
     try:
-        with _stopping_on_signals(), _ray(args.address):
+        with _ray(args.address):
             return _serve(config, args, parent)
     except StopServing:
         print("stopped", file=sys.stderr)
@@ -87,7 +87,9 @@ def ready_message(config: AppConfig, host: str, port: int) -> str:
 @contextmanager
 def _ray(address: str | None) -> Iterator[None]:
     """A Ray of our own, or a connection to one that is there. On leaving, what was started here is taken down."""
+    _stop_on_signals()
     ray.init(address=address or "local", namespace="serve", log_to_driver=False)
+    _stop_on_signals()  # again: ray.init installs handlers of its own, one of which aborts
     try:
         yield
     finally:
@@ -98,16 +100,11 @@ def _ray(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-@contextmanager
-def _stopping_on_signals() -> Iterator[None]:
+def _stop_on_signals() -> None:
     """SIGINT, SIGTERM and SIGHUP unwind the stack, so that every `finally` runs. SIGINT is caught even where a shell
     started us in the background and set it to be ignored."""
-    previous = {number: signal.signal(number, _stop) for number in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    for number in STOP_SIGNALS:
+        signal.signal(number, _stop)
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
