@@ -25,6 +25,7 @@ logger = logging.getLogger("ray.serve")
 T = TypeVar("T")
 
 PROBE_SECONDS = 3.0  # longest wait for a replica that only has to say something it knows
+CARD_SECONDS = 1.0  # longest wait of a request for the model card: a replica that has loaded sends it at once
 RETRY_SECONDS = 0.5  # between attempts to find a healthy replica
 
 
@@ -59,7 +60,7 @@ class ServeBackend:
     async def card(self) -> ModelCard:
         assert self._card_task is not None, "start comes first"
         try:
-            return await asyncio.wait_for(asyncio.shield(self._card_task), PROBE_SECONDS)
+            return await asyncio.wait_for(asyncio.shield(self._card_task), CARD_SECONDS)
         except TimeoutError as error:
             raise UnavailableError("the model is still loading") from error
 
