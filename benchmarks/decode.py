@@ -22,7 +22,7 @@ from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
 
 from dspark_ray.cli.arguments import add_config_options, config_from
-from dspark_ray.cli.engines import open_engine_on
+from dspark_ray.cli.engines import open_engine_on, ray_if_needed
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.engine import Engine
 from dspark_ray.models.resolve import resolve_model
@@ -69,7 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             ]
             return pairs, engine.stats()["target"]
 
-    pairs, target = asyncio.run(measure())
+    with ray_if_needed([args.executor]):
+        pairs, target = asyncio.run(measure())
     _print_table(pairs)
     print(json.dumps(summary(pairs, config, args.executor, max_tokens, target)))
 

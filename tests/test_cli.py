@@ -1,6 +1,7 @@
 """The command line: help everywhere, errors that name the culprit, and each command on the repository's tiny model."""
 
 import json
+import os
 import re
 import shutil
 import socket
@@ -144,3 +145,14 @@ def test_check_exact_finds_every_kind_equal_on_the_tiny_model(
     assert (summary["runs"], summary["cases"]) == (engines * modes * levels, engines * modes * levels * prompts)
     assert summary["wrong"] == 0
     assert summary["equal"] + summary["ties"] == summary["cases"]
+
+
+@pytest.mark.ray
+def test_check_exact_over_ray_finds_the_same_tokens(tiny: list[str], prompt_file: Path) -> None:
+    """In a process of its own: this one may hold another Ray session."""
+    argv = ["check-exact", str(prompt_file), "--limit", "2", "--max-tokens", "8", "--concurrency", "2", "--ray"]
+    command = [sys.executable, "-m", "dspark_ray.cli", *argv, "--drafters", "dspark", "--policies", "static", *tiny]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "RAY_AUTH_MODE": "disabled"})
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout.splitlines()[-1])
+    assert (summary["executors"], summary["cases"], summary["wrong"]) == (["ray"], 4, 0)

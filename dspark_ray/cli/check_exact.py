@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from dspark_ray.algorithm.cost_table import CostTable
 from dspark_ray.cli.arguments import config_from
-from dspark_ray.cli.engines import open_engine_on
+from dspark_ray.cli.engines import open_engine_on, ray_if_needed
 from dspark_ray.config import DEMO_DRAFTER, AppConfig
 from dspark_ray.errors import ConfigError
 from dspark_ray.exactness import Mode, Outcome, Prompt, Reference, check_engine, read_prompts
@@ -64,7 +64,7 @@ def run(args: Namespace) -> int:
     reference = Reference(folder, dtype_of(config), args.max_tokens)
     with _progress(console) as progress:
         _generate_references(reference, prompts, args.modes, progress)
-        with tempfile.TemporaryDirectory(prefix="dspark-check-") as scratch:
+        with tempfile.TemporaryDirectory(prefix="dspark-check-") as scratch, ray_if_needed(args.executor):
             drafters = derive_drafters(config, folder, args, Path(scratch))
             results = asyncio.run(_check_all(config, drafters, reference, prompts, args, progress))
     return report(results, args, config)

@@ -1,8 +1,9 @@
-"""An engine for one command: in this process, or over Ray actors on a Ray that lives as long as the command."""
+"""Engines for one command: in this process, or over Ray actors on a Ray that lives as long as the command."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import uuid
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
 
 import ray
@@ -17,26 +18,42 @@ from dspark_ray.workers.ray_executor import RayExecutor
 APP_NAME = "dspark-ray-cli"
 
 
-@asynccontextmanager
-async def open_engine_on(executor: str, config: AppConfig, table: CostTable | None = None) -> AsyncIterator[Engine]:
-    """A started engine over the `local` or the `ray` executor."""
-    if executor == "local":
-        async with open_engine(config, None, table) as engine:
-            yield engine
+@contextmanager
+def ray_if_needed(executors: Sequence[str]) -> Iterator[None]:
+    """A Ray of this command's own while `ray` is among the executors."""
+    if "ray" not in executors:
+        yield
         return
     ray.init(address="local", include_dashboard=False, log_to_driver=False)
     try:
-        drafters = await _start_drafters(config)
-        async with open_engine(config, RayExecutor(config, APP_NAME, "group-0", drafters), table) as engine:
-            yield engine
+        yield
     finally:
         ray.shutdown()
 
 
-async def _start_drafters(config: AppConfig) -> list[tuple[str, Any]]:
-    if config.drafter.kind == "none":
-        return []
-    ids = [f"drafter-{index}" for index in range(config.drafter.num_replicas)]
-    handles = [start_draft_worker(config, APP_NAME, drafter_id) for drafter_id in ids]
-    await asyncio.gather(*(handle.load.remote() for handle in handles))
-    return list(zip(ids, handles, strict=True))
+@asynccontextmanager
+async def open_engine_on(executor: str, config: AppConfig, table: CostTable | None = None) -> AsyncIterator[Engine]:
+    """A started engine over the `local` or the `ray` executor (within `ray_if_needed`)."""
+    if executor == "local":
+        async with open_engine(config, None, table) as engine:
+            yield engine
+        return
+    drafters = _start_drafters(config)
+    try:
+        await asyncio.gather(*(handle.load.remote() for _, handle in drafters))
+        async with open_engine(config, RayExecutor(config, APP_NAME, _unique_name(), drafters), table) as engine:
+            yield engine
+    finally:
+        for _, handle in drafters:
+            ray.kill(handle)
+
+
+def _start_drafters(config: AppConfig) -> list[tuple[str, Any]]:
+    count = 0 if config.drafter.kind == "none" else config.drafter.num_replicas
+    ids = [_unique_name() for _ in range(count)]
+    return [(drafter_id, start_draft_worker(config, APP_NAME, drafter_id)) for drafter_id in ids]
+
+
+def _unique_name() -> str:
+    """Ray frees the name of a killed actor only some time later."""
+    return uuid.uuid4().hex[:8]
