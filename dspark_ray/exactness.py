@@ -128,15 +128,20 @@ class Reference:
         position = next((i for i, (a, b) in enumerate(zip(expected, got, strict=False)) if a != b), None)
         if position is None:
             position = min(len(expected), len(got))
-        context = torch.tensor([[*prompt.token_ids, *expected[:position]]])
-        with torch.inference_mode():
-            scores = self._model(context).logits[:, -1].float()
-        for processor in self._processors(prompt, mode):
-            scores = processor(context, scores)
+        scores = self.scores(prompt, mode, expected[:position])
         ours, theirs = _at(expected, position), _at(got, position)
-        best = scores[0].topk(2).values
-        gap = float("inf") if ours is None or theirs is None else float(scores[0, ours] - scores[0, theirs])
+        best = scores.topk(2).values
+        gap = float("inf") if ours is None or theirs is None else float(scores[ours] - scores[theirs])
         return Difference(prompt.source, position, ours, theirs, gap, float(best[0] - best[1]))
+
+    def scores(self, prompt: Prompt, mode: Mode, output: tuple[int, ...] = ()) -> torch.Tensor:  # [V]
+        """What the next token behind prompt and `output` is the argmax of: logits, or log p + noise."""
+        context = torch.tensor([[*prompt.token_ids, *output]])
+        with torch.inference_mode():
+            scores: torch.Tensor = self._model(context).logits[:, -1].float()
+            for processor in self._processors(prompt, mode):
+                scores = processor(context, scores)
+        return scores[0]
 
     @staticmethod
     def _processors(prompt: Prompt, mode: Mode) -> LogitsProcessorList:
