@@ -28,6 +28,9 @@ class TargetConfig(_Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     tensor_parallel_size: int = Field(1, ge=1)
     max_model_len: int | None = Field(None, ge=8, description="context limit in tokens; default: the model's")
+    row_invariant: bool = Field(
+        True, description="bfloat16 on CPU: a token's logits do not depend on the load (steps over 32 tokens cost more)"
+    )
     num_threads: int = Field(2, ge=1, description="CPU threads of each rank")
     num_cpus: float = Field(1.0, ge=0, description="Ray CPUs reserved for each rank")
     num_replicas: int = Field(1, ge=1)

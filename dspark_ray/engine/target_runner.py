@@ -108,7 +108,13 @@ class TargetRunner:
         folder = str(resolve_model(target.model))
         self._device = resolve_device(target.device)  # Ray shows each rank one GPU, so its index is 0
         dtype = resolve_dtype(target.dtype, self._device)
-        self._model = TargetModel.load(folder, dtype=dtype, device=self._device, tp_size=self._world_size)
+        self._model = TargetModel.load(
+            folder,
+            dtype=dtype,
+            device=self._device,
+            tp_size=self._world_size,
+            row_invariant=target.row_invariant,
+        )
         self._num_draft_tokens = resolve_num_draft_tokens(self._config)
         self._load_projection(dtype)
         engine = self._config.engine

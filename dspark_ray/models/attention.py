@@ -15,18 +15,22 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-MAX_PADDED_QUERY = 32  # rows with at most so many query tokens are padded together; longer ones attend alone
+# The shapes below do not depend on what else is in a step, so neither does a token's result: kernels choose the order
+# of their sums by shape (see row_invariance.py).
+QUERIES = 16  # every row is cut into pieces of so many query tokens, the last one padded
+CONTEXT_MULTIPLE = 64  # contexts are padded to a multiple of it
+BUCKET_FACTOR = 4  # pieces attend together if their contexts differ by less than this factor
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Rows whose queries are padded to one length and attend in one call."""
+    """Pieces of rows whose contexts are padded to one length and that attend in one call. Q is QUERIES."""
 
     query_index: torch.Tensor  # [R, Q] int64, index into the packed axis (a real index also where padded)
     query_flat: torch.Tensor  # [n] int64, places of the real queries in the flattened [R * Q]
     packed: torch.Tensor  # [n] int64, their packed indices
     kv_slots: torch.Tensor  # [R, C] int64 (a real slot also where padded: never an unwritten one)
-    mask: torch.Tensor | None  # [R, 1, Q, C] bool, None when everything is visible
+    mask: torch.Tensor  # [R, 1, Q, C] bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,47 +86,54 @@ def build_attention_batch(
     rows = np.repeat(np.arange(len(query_lens)), query_lens)
     within = np.arange(offsets[-1]) - offsets[rows]
     write_slots = slots_of(page_table, rows, start[rows] + within, page_size)
-    groups = [
-        _row_group(page_table, page_size, start, query_lens, offsets, members, causal, device)
-        for members in _group_rows(query_lens)
-    ]
+    pieces = _cut(start, query_lens, offsets[:-1], causal)
+    groups = [_row_group(page_table, page_size, pieces, members, device) for members in _buckets(pieces.kv_lens)]
     return AttentionBatch(_to(write_slots, device), tuple(groups))
 
 
-def _group_rows(query_lens: np.ndarray) -> list[np.ndarray]:
-    short = np.flatnonzero(query_lens <= MAX_PADDED_QUERY)
-    groups = [np.array([row]) for row in np.flatnonzero(query_lens > MAX_PADDED_QUERY)]
-    return ([short] if len(short) else []) + groups
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """Runs of at most QUERIES query tokens of one row, in packed order. S pieces."""
+
+    rows: np.ndarray  # [S] int64, row of the page table
+    lens: np.ndarray  # [S] int64, query tokens
+    packed: np.ndarray  # [S] int64, packed index of the first query
+    first_seen: np.ndarray  # [S] int64, cache indices that the first query sees
+    kv_lens: np.ndarray  # [S] int64, cache indices that the last query sees
+    causal: bool
+
+
+def _cut(start: np.ndarray, query_lens: np.ndarray, packed: np.ndarray, causal: bool) -> Pieces:
+    counts = -(-query_lens // QUERIES)
+    rows = np.repeat(np.arange(len(query_lens)), counts)
+    done = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * QUERIES
+    lens = np.minimum(query_lens[rows] - done, QUERIES)
+    kv_lens = start[rows] + (done + lens if causal else query_lens[rows])
+    return Pieces(rows, lens, packed[rows] + done, start[rows] + done + 1, kv_lens, causal)
+
+
+def _buckets(kv_lens: np.ndarray) -> list[np.ndarray]:
+    """Indices of pieces whose contexts are of similar length, so that padding costs at most BUCKET_FACTOR."""
+    bucket = np.floor(np.log(np.maximum(kv_lens, CONTEXT_MULTIPLE) / CONTEXT_MULTIPLE) / np.log(BUCKET_FACTOR))
+    return [np.flatnonzero(bucket == value) for value in np.unique(bucket)]
 
 
 def _row_group(
-    page_table: np.ndarray,
-    page_size: int,
-    start: np.ndarray,
-    query_lens: np.ndarray,
-    offsets: np.ndarray,
-    members: np.ndarray,
-    causal: bool,
-    device: torch.device,
+    page_table: np.ndarray, page_size: int, pieces: Pieces, members: np.ndarray, device: torch.device
 ) -> RowGroup:
-    lens, kv_lens = query_lens[members], start[members] + query_lens[members]
-    query = np.arange(lens.max())
-    context = np.arange(kv_lens.max())
-    query_real = query[None, :] < lens[:, None]  # [R, Q]
-    query_index = offsets[members][:, None] + np.minimum(query[None, :], lens[:, None] - 1)
+    rows, lens, kv_lens = pieces.rows[members], pieces.lens[members], pieces.kv_lens[members]
+    query = np.minimum(np.arange(QUERIES)[None, :], lens[:, None] - 1)  # [R, Q], padding repeats the last query
+    context = np.arange(-(-kv_lens.max() // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE)
     kv_index = np.minimum(context[None, :], kv_lens[:, None] - 1)  # padding repeats a written slot and is masked
-    kv_slots = slots_of(page_table, members[:, None], kv_index, page_size)
-    last_seen = start[members][:, None] + (
-        np.minimum(query[None, :], lens[:, None] - 1) if causal else lens[:, None] - 1
-    )
-    mask = context[None, None, :] <= np.broadcast_to(last_seen, query_index.shape)[:, :, None]  # [R, Q, C]
-    query_flat = np.flatnonzero(query_real)
+    seen = pieces.first_seen[members][:, None] + query if pieces.causal else kv_lens[:, None] + 0 * query
+    query_index = pieces.packed[members][:, None] + query
+    query_flat = np.flatnonzero(np.arange(QUERIES)[None, :] < lens[:, None])
     return RowGroup(
         _to(query_index, device),
         _to(query_flat, device),
         _to(query_index.reshape(-1)[query_flat], device),
-        _to(kv_slots, device),
-        None if mask.all() else _to(mask[:, None], device),
+        _to(slots_of(page_table, rows[:, None], kv_index, page_size), device),
+        _to((context[None, None, :] < seen[:, :, None])[:, None], device),
     )
 
 

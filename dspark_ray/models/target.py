@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from dspark_ray.errors import CheckpointError, ConfigError, UnsupportedModelError
 from dspark_ray.models.attention import AttentionBatch, KVCache, active_context, attention_context, paged_attention
+from dspark_ray.models.row_invariance import make_row_invariant
 
 logger = logging.getLogger(__name__)
 
@@ -55,20 +56,30 @@ class TargetOutput:
 class TargetModel:
     """A loaded causal LM. `load` raises UnsupportedModelError naming what this attention cannot do."""
 
-    def __init__(self, model: Any, folder: str, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, model: Any, folder: str, dtype: torch.dtype, device: torch.device, row_invariant: bool = False
+    ) -> None:
         self._model = model
         self._decoder = model.get_decoder()
         self.config: PretrainedConfig = model.config.get_text_config()
         self.folder, self.dtype, self.device = folder, dtype, device
+        self.row_invariant = row_invariant  # known to be: a token's logits do not depend on what else is in its step
         self._taps: dict[int, torch.Tensor] = {}
         self._tapped: tuple[int, ...] = ()
 
     @classmethod
     def load(
-        cls, folder: str, *, dtype: torch.dtype, device: torch.device | str = "cpu", tp_size: int = 1
+        cls,
+        folder: str,
+        *,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        tp_size: int = 1,
+        row_invariant: bool = False,
     ) -> "TargetModel":
         """Load a model folder. With tp_size > 1 torch.distributed must be initialised; weights are sharded by
-        transformers' own plan over gloo (CPU) or NCCL (CUDA)."""
+        transformers' own plan over gloo (CPU) or NCCL (CUDA). `row_invariant` (bfloat16 on CPU, one rank): a token's
+        logits do not depend on what else is in its step; elsewhere it has no effect."""
         device = torch.device(device)
         config = read_config(folder)
         check_supported(config, tp_size)
@@ -79,7 +90,8 @@ class TargetModel:
             model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **kwargs)
         if tp_size == 1:
             model = model.to(device)  # type: ignore[arg-type]
-        return cls(model.eval(), folder, dtype, device)
+        wanted = row_invariant and tp_size == 1 and dtype == torch.bfloat16 and device.type == "cpu"
+        return cls(model.eval(), folder, dtype, device, wanted and make_row_invariant(model))
 
     @property
     def num_layers(self) -> int:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_ray.models.attention import MAX_PADDED_QUERY, KVCache, build_attention_batch, paged_attention
+from dspark_ray.models.attention import QUERIES, KVCache, build_attention_batch, paged_attention
 
 PAGE, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: in
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lens", [[1], [1, 8, 3], [1, MAX_PADDED_QUERY + 7, 5], [40, 33]])
+@pytest.mark.parametrize("lens", [[1], [1, 8, 3], [1, QUERIES + 7, 5], [40, 33]])
 def test_packed_ragged_rows_equal_dense_attention_of_each(causal: bool, lens: list[int]) -> None:
     torch.manual_seed(0)
     starts = [9, 0, 21, 3][: len(lens)]

@@ -1,0 +1,66 @@
+"""Linear layers whose result for a token does not depend on how many other tokens are in the step.
+
+A matrix product picks its kernel, and with it the order of its sums, by the number of rows; in bfloat16 the last bit
+then depends on the load and on the length of a draft, and greedy texts part at near-ties. In pieces of few rows CPU
+kernels for bfloat16 keep one order: verifying eight tokens gives bit for bit what computing them one by one gives.
+"""
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.functional import linear
+
+logger = logging.getLogger(__name__)
+
+ROWS = 32  # kernels keep one order of sums up to so many rows; checked for each shape when a model is loaded
+
+
+class RowInvariantLinear(nn.Module):
+    """An nn.Linear computed in pieces of at most ROWS rows. Shares the parameters of the layer it replaces."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # [..., T, in] -> [..., T, out]
+        if hidden.shape[-2] <= ROWS:
+            return linear(hidden, self.weight, self.bias)
+        return torch.cat([linear(piece, self.weight, self.bias) for piece in hidden.split(ROWS, dim=-2)], dim=-2)
+
+
+def make_row_invariant(model: nn.Module) -> bool:
+    """Replace every linear layer; False, and a word in the log, if this machine's kernels are not invariant anyway."""
+    layers = list(_linear_layers(model))
+    for parent, name, layer in layers:
+        setattr(parent, name, RowInvariantLinear(layer))
+    shapes = {tuple(layer.weight.shape): layer for _, _, layer in layers}
+    broken = [shape for shape, layer in shapes.items() if not keeps_order(layer)]
+    if broken:
+        logger.warning(
+            "matrix products of shapes %s depend on the number of rows on this machine: in %s, greedy and seeded "
+            "output may differ at near-ties with the load and the drafts; float32 makes that rare",
+            broken,
+            layers[0][2].weight.dtype,
+        )
+    return not broken
+
+
+@torch.inference_mode()
+def keeps_order(layer: nn.Linear) -> bool:
+    """Whether some row counts up to ROWS give each row the bits that it has alone."""
+    generator = torch.Generator(device=layer.weight.device).manual_seed(0)
+    rows = torch.randn(ROWS, layer.in_features, generator=generator, device=layer.weight.device).to(layer.weight.dtype)
+    alone = torch.cat([linear(row[None], layer.weight, layer.bias) for row in rows])
+    return all(
+        torch.equal(linear(rows[:count], layer.weight, layer.bias), alone[:count])
+        for count in (2, 8, 17, ROWS - 1, ROWS)
+    )
+
+
+def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
+    for parent in model.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear:
+                yield parent, name, child
