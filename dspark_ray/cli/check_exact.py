@@ -82,9 +82,12 @@ def dtype_of(config: AppConfig) -> torch.dtype:
 def variants_of(args: Namespace) -> Iterator[Variant]:
     """Every combination asked for; without a drafter the policy makes no difference, so `none` is run once."""
     for executor in args.executor:
-        for drafter in args.drafters:
-            for policy in args.policies if drafter != "none" else ["none"]:
-                yield Variant(executor, drafter, policy)
+        if "none" in args.drafters:
+            yield Variant(executor, "none", "none")
+        for policy in args.policies:
+            for drafter in args.drafters:
+                if drafter != "none":
+                    yield Variant(executor, drafter, policy)
 
 
 def derive_drafters(config: AppConfig, target: Path, args: Namespace, scratch: Path) -> Drafters:
@@ -120,7 +123,7 @@ async def _check_all(
     prompts: list[Prompt],
     args: Namespace,
     progress: Progress,
-) -> list[tuple[Variant, Outcome, float]]:
+) -> list[tuple[Variant, Outcome]]:
     results = []
     tables: dict[tuple[str, str], CostTable] = {}  # one profile an executor and drafter
     for variant in variants_of(args):
@@ -142,7 +145,8 @@ async def _check_all(
                         args.max_tokens,
                         _advancing(progress, task),
                     )
-                    results.append((variant, outcome, time.perf_counter() - started))
+                    results.append((variant, outcome))
+                    print_outcome(variant, outcome, time.perf_counter() - started, args.tie_gap)
     return results
 
 
@@ -150,23 +154,28 @@ def _advancing(progress: Progress, task: TaskID) -> Callable[[Completion], None]
     return lambda _: progress.advance(task)
 
 
-def report(results: list[tuple[Variant, Outcome, float]], args: Namespace, config: AppConfig) -> int:
-    """A line an engine, the differences with their gaps, and a JSON line; 1 if a difference is not a tie."""
-    gap = args.tie_gap
-    for variant, outcome, seconds in results:
-        accepted = f"{outcome.counts.accepted}/{outcome.counts.admitted}/{outcome.counts.drafted}"
+def print_outcome(variant: Variant, outcome: Outcome, seconds: float, tie_gap: float) -> None:
+    """A line for the engine as soon as it is done, and one for each difference with its gaps."""
+    accepted = f"{outcome.counts.accepted}/{outcome.counts.admitted}/{outcome.counts.drafted}"
+    print(
+        f"{variant!s:34} {outcome.mode:8} x{outcome.concurrency:<3} equal {outcome.equal}/{outcome.cases}"
+        f"  ties {outcome.num_ties(tie_gap)}  wrong {outcome.num_wrong(tie_gap)}"
+        f"  accepted/verified/drafted {accepted}  {seconds:.1f} s",
+        flush=True,
+    )
+    for difference in outcome.differences:
+        kind = "tie" if difference.is_tie(tie_gap) else "WRONG"
         print(
-            f"{variant!s:34} {outcome.mode:8} x{outcome.concurrency:<3} equal {outcome.equal}/{outcome.cases}"
-            f"  ties {outcome.num_ties(gap)}  wrong {outcome.num_wrong(gap)}"
-            f"  accepted/verified/drafted {accepted}  {seconds:.1f} s"
+            f"    {kind} {difference.source} token {difference.position}: expected {difference.expected}, got "
+            f"{difference.got}; gap {difference.gap:.3g}, top-2 gap {difference.top2_gap:.3g}",
+            flush=True,
         )
-        for difference in outcome.differences:
-            kind = "tie" if difference.is_tie(gap) else "WRONG"
-            print(
-                f"    {kind} {difference.source} token {difference.position}: expected {difference.expected}, got "
-                f"{difference.got}; gap {difference.gap:.3g}, top-2 gap {difference.top2_gap:.3g}"
-            )
-    outcomes = [outcome for _, outcome, _ in results]
+
+
+def report(results: list[tuple[Variant, Outcome]], args: Namespace, config: AppConfig) -> int:
+    """The JSON line; 1 if a difference is not a tie."""
+    gap = args.tie_gap
+    outcomes = [outcome for _, outcome in results]
     wrong = sum(outcome.num_wrong(gap) for outcome in outcomes)
     summary = {
         "benchmark": "check-exact",
@@ -182,7 +191,7 @@ def report(results: list[tuple[Variant, Outcome, float]], args: Namespace, confi
         "tie_gap": gap,
         "differences": [
             {"engine": str(variant), "mode": outcome.mode, "concurrency": outcome.concurrency, **asdict(difference)}
-            for variant, outcome, _ in results
+            for variant, outcome in results
             for difference in outcome.differences
         ],
     }
