@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 # The shapes below do not depend on what else is in a step, so neither does a token's result: kernels choose the order
 # of their sums by shape (see row_invariance.py).
-QUERIES = 16  # every row is cut into pieces of so many query tokens, the last one padded
+QUERIES = 8  # every row is cut into pieces of so many query tokens, the last one padded
 CONTEXT_MULTIPLE = 64  # contexts are padded to a multiple of it
 BUCKET_FACTOR = 4  # pieces attend together if their contexts differ by less than this factor
 
