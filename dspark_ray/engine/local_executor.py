@@ -1,6 +1,7 @@
 """The engine's executor in one process, without Ray: the test seam, the single-process mode, Ray's cost baseline."""
 
 import asyncio
+import gc
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -68,7 +69,10 @@ class LocalExecutor:
         self._drafts = ()
 
     async def close(self) -> None:
+        """Free weights and pages: modules and their hooks refer to each other, so without a collection they stay."""
         self._thread.shutdown(wait=True)
+        self._runner, self._drafter, self._drafts = TargetRunner(self._config), None, ()
+        gc.collect()
 
     def describe(self) -> dict[str, Any]:
         return {"executor": "local", "drafters": 1 if self._drafter else 0}

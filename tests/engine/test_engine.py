@@ -1,6 +1,7 @@
 """The whole engine in one process: every drafter and policy gives the plain model's tokens, in good and bad weather."""
 
 import asyncio
+import gc
 from collections.abc import Callable
 
 import numpy as np
@@ -10,6 +11,7 @@ from dspark_ray.config import AppConfig
 from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.local_executor import LocalExecutor
 from dspark_ray.errors import QueueFullError, RequestError
+from dspark_ray.models.attention import KVCache
 from dspark_ray.request import GenerationChunk, GenerationRequest, SamplingParams
 from tests.engine.harness import Run, collect, tokens
 
@@ -243,3 +245,12 @@ def test_counts_add_up(make_config: MakeConfig, run_requests: Run) -> None:
         assert stats[name] == sum(getattr(chunk.counts, name) for chunk in chunks)
     assert stats["emitted"] == sum(len(chunk.token_ids) for chunk in chunks)
     assert stats["accepted"] == sum(stats["accepted_at_position"])  # type: ignore[call-overload]
+
+
+def test_a_closed_engine_frees_its_weights_and_pages(make_config: MakeConfig, run_requests: Run) -> None:
+    def live_caches() -> int:
+        return sum(isinstance(thing, KVCache) for thing in gc.get_objects())
+
+    before = live_caches()
+    run_requests(make_config(), requests(greedy(4), 1))
+    assert live_caches() <= before
