@@ -87,6 +87,25 @@ class FeatureBatch:
         return self.start_positions + self.counts
 
 
+def empty_feature_batch() -> FeatureBatch:
+    """A step in which nothing was committed: only to tell a drafter who is gone."""
+    none, flags = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
+    real = np.zeros(0, dtype=np.float32)
+    return FeatureBatch(
+        step=0,
+        request_ids=(),
+        start_positions=none,
+        counts=none,
+        token_ids=none,
+        features=None,
+        anchors=none,
+        drafts=flags,
+        num_admitted=none,
+        num_accepted=none,
+        sampling=SamplingColumns(real, none, real, real, none, flags),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class DraftPlan:
     """What the engine tells a drafter beside the features: who is gone, and the past of requests new to it."""

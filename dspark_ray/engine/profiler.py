@@ -13,7 +13,7 @@ import torch
 
 from dspark_ray.algorithm.columns import SamplingColumns
 from dspark_ray.algorithm.cost_table import CostTable
-from dspark_ray.engine.batch import DraftPlan, FeatureBatch, StepPlan, TargetInfo
+from dspark_ray.engine.batch import DraftPlan, FeatureBatch, StepPlan, TargetInfo, empty_feature_batch
 from dspark_ray.engine.drafters.base import Drafter
 
 PROFILE_CONTEXT = 128  # tokens of context behind every profiled row
@@ -94,9 +94,9 @@ def profile_target(
 def profile_drafter(drafter: Drafter, hidden_size: int, dtype: torch.dtype, repeats: int = REPEATS) -> float:
     """Seconds of one draft block for one request behind PROFILE_CONTEXT tokens of context."""
 
-    def features(step: int, start: int, count: int) -> FeatureBatch:
+    def features(start: int, count: int) -> FeatureBatch:
         return FeatureBatch(
-            step=step,
+            step=0,
             request_ids=("profile",),
             start_positions=np.array([start]),
             counts=np.array([count]),
@@ -109,9 +109,8 @@ def profile_drafter(drafter: Drafter, hidden_size: int, dtype: torch.dtype, repe
             sampling=greedy_columns(1),
         )
 
-    drafter.propose(DraftPlan(0), features(0, 0, PROFILE_CONTEXT))
+    drafter.propose(DraftPlan(0), features(0, PROFILE_CONTEXT))
     position = iter(range(PROFILE_CONTEXT, PROFILE_CONTEXT + repeats + 1))
-    seconds = median_seconds(lambda: drafter.propose(DraftPlan(0), features(0, next(position), 1)), repeats)
-    drafter.propose(DraftPlan(0, dropped=("profile",)), features(0, 0, 1))
-    drafter.propose(DraftPlan(0, dropped=("profile",)), features(0, 0, 1))
+    seconds = median_seconds(lambda: drafter.propose(DraftPlan(0), features(next(position), 1)), repeats)
+    drafter.propose(DraftPlan(0, dropped=("profile",)), empty_feature_batch())
     return seconds

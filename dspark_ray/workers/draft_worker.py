@@ -11,14 +11,13 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 
-from dspark_ray.algorithm.columns import SamplingColumns
 from dspark_ray.algorithm.proposal import DraftBatch
 from dspark_ray.config import AppConfig
-from dspark_ray.engine.batch import DraftPlan, FeatureBatch
+from dspark_ray.engine.batch import DraftPlan, FeatureBatch, empty_feature_batch
+from dspark_ray.engine.drafters.assemble import empty_draft_batch
 from dspark_ray.engine.drafters.base import Drafter
 from dspark_ray.engine.drafters.factory import build_drafter
 from dspark_ray.engine.profiler import profile_drafter
@@ -29,30 +28,6 @@ from dspark_ray.workers.placement import thread_env
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
-
-
-def empty_draft_batch() -> DraftBatch:
-    """A batch without drafts: every request of the step decodes plainly."""
-    none = np.zeros(0, dtype=np.int64)
-    return DraftBatch((), none, none, np.zeros((0, 0), dtype=np.int64), np.zeros((0, 0), dtype=np.float32))
-
-
-def empty_feature_batch() -> FeatureBatch:
-    none, flags = np.zeros(0, dtype=np.int64), np.zeros(0, dtype=bool)
-    real = np.zeros(0, dtype=np.float32)
-    return FeatureBatch(
-        step=0,
-        request_ids=(),
-        start_positions=none,
-        counts=none,
-        token_ids=none,
-        features=None,
-        anchors=none,
-        drafts=flags,
-        num_admitted=none,
-        num_accepted=none,
-        sampling=SamplingColumns(real, none, real, real, none, flags),
-    )
 
 
 class DraftWorker:
@@ -93,7 +68,7 @@ class DraftWorker:
                     "drafter %s failed in step %d; its requests decode plainly", self._drafter_id, plan.step
                 )
             self._num_failed += 1
-            batch = empty_draft_batch()
+            batch = empty_draft_batch(self._drafter.num_draft_tokens)
         seconds = time.perf_counter() - started
         self._busy_seconds += seconds
         self._num_calls += 1

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dspark_ray.config import AppConfig
-from dspark_ray.engine.batch import DraftPlan, FeatureBatch
+from dspark_ray.engine.batch import DraftPlan, FeatureBatch, empty_feature_batch
 from dspark_ray.engine.profiler import greedy_columns
 from dspark_ray.errors import ConfigError
-from dspark_ray.workers.draft_worker import DraftWorker, empty_feature_batch
+from dspark_ray.workers.draft_worker import DraftWorker
 
 TOKENS = np.array([1, 2, 3, 4, 1, 2, 3], dtype=np.int64)
 
