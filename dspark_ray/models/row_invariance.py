@@ -15,10 +15,11 @@ from torch.nn.functional import linear
 logger = logging.getLogger(__name__)
 
 ROWS = 32  # kernels keep one order of sums up to so many rows; checked for each shape when a model is loaded
+LEAST_ROWS = 2  # a single row may take a matrix-vector kernel with another order, so it is computed twice
 
 
 class RowInvariantLinear(nn.Module):
-    """An nn.Linear computed in pieces of at most ROWS rows. Shares the parameters of the layer it replaces."""
+    """An nn.Linear computed in pieces of LEAST_ROWS to ROWS rows. Shares the parameters of the layer it replaces."""
 
     def __init__(self, layer: nn.Linear) -> None:
         super().__init__()
@@ -26,37 +27,47 @@ class RowInvariantLinear(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:  # [..., T, in] -> [..., T, out]
         if hidden.shape[-2] <= ROWS:
+            return self._piece(hidden)
+        return torch.cat([self._piece(piece) for piece in hidden.split(ROWS, dim=-2)], dim=-2)
+
+    def _piece(self, hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[-2] >= LEAST_ROWS:
             return linear(hidden, self.weight, self.bias)
-        return torch.cat([linear(piece, self.weight, self.bias) for piece in hidden.split(ROWS, dim=-2)], dim=-2)
+        twice = hidden.expand(*hidden.shape[:-2], LEAST_ROWS, hidden.shape[-1])
+        return linear(twice, self.weight, self.bias)[..., :1, :]
 
 
 def make_row_invariant(model: nn.Module) -> bool:
     """Replace every linear layer; False, and a word in the log, if this machine's kernels are not invariant anyway."""
-    layers = list(_linear_layers(model))
-    for parent, name, layer in layers:
-        setattr(parent, name, RowInvariantLinear(layer))
-    shapes = {tuple(layer.weight.shape): layer for _, _, layer in layers}
+    shapes: dict[tuple[int, ...], RowInvariantLinear] = {}
+    for parent, name, layer in list(_linear_layers(model)):
+        invariant = RowInvariantLinear(layer)
+        setattr(parent, name, invariant)
+        shapes[tuple(layer.weight.shape)] = invariant
     broken = [shape for shape, layer in shapes.items() if not keeps_order(layer)]
     if broken:
         logger.warning(
             "matrix products of shapes %s depend on the number of rows on this machine: in %s, greedy and seeded "
             "output may differ at near-ties with the load and the drafts; float32 makes that rare",
             broken,
-            layers[0][2].weight.dtype,
+            next(iter(shapes.values())).weight.dtype,
         )
     return not broken
 
 
 @torch.inference_mode()
-def keeps_order(layer: nn.Linear) -> bool:
+def keeps_order(layer: RowInvariantLinear) -> bool:
     """Whether some row counts up to ROWS give each row the bits that it has alone."""
-    generator = torch.Generator(device=layer.weight.device).manual_seed(0)
-    rows = torch.randn(ROWS, layer.in_features, generator=generator, device=layer.weight.device).to(layer.weight.dtype)
-    alone = torch.cat([linear(row[None], layer.weight, layer.bias) for row in rows])
-    return all(
-        torch.equal(linear(rows[:count], layer.weight, layer.bias), alone[:count])
-        for count in (2, 8, 17, ROWS - 1, ROWS)
-    )
+    weight = layer.weight
+    generator = torch.Generator(device=weight.device).manual_seed(0)
+    # Several pieces: where kernels differ, only one result in some thousand rounds another way.
+    pieces = torch.randn(8, ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    return all(_keeps_order(layer, rows) for rows in pieces)
+
+
+def _keeps_order(layer: RowInvariantLinear, rows: torch.Tensor) -> bool:
+    alone = torch.cat([layer(row[None]) for row in rows])
+    return all(torch.equal(layer(rows[:count]), alone[:count]) for count in (2, 8, 17, ROWS - 1, ROWS))
 
 
 def _linear_layers(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear]]:
