@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 
 ROWS = 32  # kernels keep one order of sums up to so many rows; checked for each shape when a model is loaded
 LEAST_ROWS = 2  # a single row may take a matrix-vector kernel with another order, so it is computed twice
+CHECKED_RESULTS = 2**17  # of each shape: where kernels differ, only one result in some thousand rounds another way
 
 
 class RowInvariantLinear(nn.Module):
@@ -60,8 +61,8 @@ def keeps_order(layer: RowInvariantLinear) -> bool:
     """Whether some row counts up to ROWS give each row the bits that it has alone."""
     weight = layer.weight
     generator = torch.Generator(device=weight.device).manual_seed(0)
-    # Several pieces: where kernels differ, only one result in some thousand rounds another way.
-    pieces = torch.randn(8, ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
+    num_pieces = -(-CHECKED_RESULTS // (ROWS * weight.shape[0]))
+    pieces = torch.randn(num_pieces, ROWS, weight.shape[1], generator=generator, device=weight.device).to(weight.dtype)
     return all(_keeps_order(layer, rows) for rows in pieces)
 
 
