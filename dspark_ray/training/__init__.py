@@ -1,0 +1,1 @@
+"""Self-distillation on Ray: corpus, streamed features, draft training, calibration and evaluation."""
