@@ -13,7 +13,7 @@ from dspark_ray.models.attention import AttentionBatch, KVCache, paged_attention
 from dspark_ray.models.draft_config import DraftConfig
 from dspark_ray.models.heads import ConfidenceHead, MarkovHead
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin [T, D]
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin [..., T, D]
 
 
 class FeatureProjection(nn.Module):
@@ -52,21 +52,21 @@ class DraftAttention(nn.Module):
 
     def write(self, hidden: torch.Tensor, rotation: Rotation, slots: torch.Tensor, cache: KVCache) -> None:
         """Store K/V of hidden [T, d] (context features or normed block states) at slots [T]."""
-        key = rotate(self.k_norm(self._heads(self.k_proj(hidden))), rotation)
+        key = rotate_heads(self.k_norm(self._heads(self.k_proj(hidden))), rotation)
         cache.write(self.layer, slots, key, self._heads(self.v_proj(hidden)))
 
     def forward(self, hidden: torch.Tensor, rotation: Rotation, batch: AttentionBatch, cache: KVCache) -> torch.Tensor:
         self.write(hidden, rotation, batch.write_slots, cache)
-        query = rotate(self.q_norm(self._heads(self.q_proj(hidden))), rotation)
+        query = rotate_heads(self.q_norm(self._heads(self.q_proj(hidden))), rotation)
         return self.o_proj(paged_attention(query, cache, self.layer, batch, self.scaling).flatten(1))
 
     def _heads(self, projected: torch.Tensor) -> torch.Tensor:  # [T, heads * D] -> [T, heads, D]
         return projected.unflatten(-1, (-1, self.head_dim))
 
 
-def rotate(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:  # [T, heads, D]
+def rotate_heads(heads: torch.Tensor, rotation: Rotation) -> torch.Tensor:  # [..., T, heads, D]
     cos, sin = rotation
-    return heads * cos[:, None] + rotate_half(heads) * sin[:, None]
+    return heads * cos[..., None, :] + rotate_half(heads) * sin[..., None, :]
 
 
 class DraftLayer(nn.Module):

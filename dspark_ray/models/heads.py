@@ -43,18 +43,22 @@ class MarkovHead(nn.Module):
         latent, state = self._latent(state, previous, hidden)
         return self.markov_w2(latent), state
 
-    def forward(
+    def latents(
         self,
         previous: torch.Tensor,  # [..., K] int64, x_0 .. x_{K-1}
         hidden: torch.Tensor,  # [..., K, d]
-    ) -> torch.Tensor:  # [..., K, V]
-        """Biases of a block whose tokens are known (teacher forcing, for training)."""
+    ) -> torch.Tensor:  # [..., K, r]
+        """What W2 turns into the biases of a block whose tokens are known (teacher forcing, for training)."""
         state = self.initial_state(*previous.shape[:-1])
         latents = []
         for k in range(previous.shape[-1]):
             latent, state = self._latent(state, previous[..., k], hidden[..., k, :])
             latents.append(latent)
-        return self.markov_w2(torch.stack(latents, dim=-2))
+        return torch.stack(latents, dim=-2)
+
+    def forward(self, previous: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:  # [..., K, V]
+        """Biases of a block whose tokens are known; arguments as for `latents`."""
+        return self.markov_w2(self.latents(previous, hidden))
 
     def _latent(
         self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor
