@@ -1,15 +1,19 @@
-"""Draft checkpoints on disk: safetensors into DSparkDraftModel, with every wrong, missing or extra tensor named.
+"""Draft checkpoints on disk: safetensors from and into DSparkDraftModel, every wrong, missing or extra tensor named.
 
 Never reads pickles. What a checkpoint leaves out of embed_tokens and lm_head is the target's, of which only these two
 tensors are read.
 """
 
+import json
+import os
+import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
@@ -42,13 +46,39 @@ def load_draft_model(
     files = tensor_files(folder)
     tensors = read_tensors(files, files)
     draft_to_target = _vocabulary_map(config, tensors, folder)
-    tensors.update(_shared_with_target(config, tensors, target, folder))
+    tensors.update(_shared_with_target(config, tensors, target, folder, draft_to_target))
     with torch.device("meta"):
         model = DSparkDraftModel(config)
     assign_tensors(model, tensors, folder, dtype=dtype, device=device)
     model.rotary_emb = Qwen3RotaryEmbedding(config.transformer).to(device)  # float32 whatever dtype the weights have
     model.draft_to_target = None if draft_to_target is None else draft_to_target.to(device)
     return model
+
+
+def save_draft_model(model: DSparkDraftModel, config_json: dict[str, Any], folder: Path) -> None:
+    """Write `folder` whole or not at all: config.json and bfloat16 weights in the DeepSpec layout.
+
+    embed_tokens and lm_head, which are the target's, are left out; a pruned vocabulary adds d2t (offsets) and t2d
+    (mask), as in the speculators format.
+    """
+    tensors = {
+        name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        for name, tensor in model.state_dict().items()
+        if name not in (EMBEDDING, HEAD)
+    }
+    if model.draft_to_target is not None:
+        mapped = model.draft_to_target.cpu()
+        tensors["d2t"] = mapped - torch.arange(len(mapped))
+        tensors["t2d"] = torch.zeros(model.config.vocab_size, dtype=torch.bool).index_fill_(0, mapped, True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
+        whole = Path(scratch) / folder.name
+        whole.mkdir()
+        (whole / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
+        save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+        folder.mkdir(exist_ok=True)
+        for file in whole.iterdir():  # weights and config are each replaced whole
+            os.replace(file, folder / file.name)
 
 
 def load_feature_projection(folder: str, *, dtype: torch.dtype, device: torch.device | str) -> FeatureProjection:
@@ -128,10 +158,8 @@ def _vocabulary_map(config: DraftConfig, tensors: dict[str, torch.Tensor], folde
     maps = {name: tensors.pop(name) for name in VOCABULARY_MAPS & tensors.keys()}
     if not config.pruned_vocabulary:
         return None
-    if "d2t" not in maps or HEAD not in tensors:
-        raise CheckpointError(
-            f"{folder} has a pruned vocabulary (draft_vocab_size) and needs the tensors d2t and {HEAD}"
-        )
+    if "d2t" not in maps:
+        raise CheckpointError(f"{folder} has a pruned vocabulary (draft_vocab_size) and needs the tensor d2t")
     offsets = maps["d2t"].long()
     if offsets.shape != (config.draft_vocab_size,):
         raise CheckpointError(f"d2t is {list(offsets.shape)}, expected [{config.draft_vocab_size}]")
@@ -142,8 +170,13 @@ def _vocabulary_map(config: DraftConfig, tensors: dict[str, torch.Tensor], folde
 
 
 def _shared_with_target(
-    config: DraftConfig, tensors: dict[str, torch.Tensor], target: str | TargetEmbeddings | None, folder: str
+    config: DraftConfig,
+    tensors: dict[str, torch.Tensor],
+    target: str | TargetEmbeddings | None,
+    folder: str,
+    draft_to_target: torch.Tensor | None,
 ) -> dict[str, torch.Tensor]:
+    """The target's tensors for those that the checkpoint leaves out; of a pruned head the rows of the draft tokens."""
     absent = [name for name in (EMBEDDING, HEAD) if name not in tensors]
     if not absent:
         return {}
@@ -155,7 +188,8 @@ def _shared_with_target(
             f"{folder} leaves out {absent}, but its hidden_size {config.hidden_size} is not the target's "
             f"{shared.embed_tokens.shape[1]}"
         )
-    return {name: value for name, value in zip((EMBEDDING, HEAD), shared, strict=True) if name in absent}
+    head = shared.lm_head if draft_to_target is None else shared.lm_head[draft_to_target]
+    return {name: value for name, value in ((EMBEDDING, shared.embed_tokens), (HEAD, head)) if name in absent}
 
 
 def _name_ending_in(files: dict[str, Path], suffix: str, folder: str) -> str:

@@ -152,6 +152,25 @@ class TargetModel:
             )
         return TargetOutput(out.logits[0], self._collect_taps())
 
+    @torch.inference_mode()
+    def hidden_states(
+        self,
+        token_ids: torch.Tensor,  # [T] int64
+        positions: torch.Tensor,  # [T] int64
+        cache: KVCache,
+        batch: AttentionBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # [T, d], [T, m * d]
+        """Last hidden states, after the final norm, and taps of all tokens; no logits."""
+        with attention_context(cache, batch):
+            out = self._decoder(input_ids=token_ids[None], position_ids=positions[None], use_cache=False)
+        return out.last_hidden_state[0], self._collect_taps()
+
+    @property
+    def head_weight(self) -> torch.Tensor:  # [V, d]
+        weight = self._model.get_output_embeddings().weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
+
     def _collect_taps(self) -> torch.Tensor | None:
         if not self._tapped:
             return None

@@ -18,6 +18,9 @@ class AnchorBlocks:
     positions: torch.Tensor  # [R, A] int64
     keep: torch.Tensor  # [R, A] bool
 
+    def to(self, device: torch.device) -> "AnchorBlocks":
+        return AnchorBlocks(self.positions.to(device), self.keep.to(device))
+
 
 @dataclass(frozen=True, slots=True)
 class Supervision:

@@ -1,6 +1,6 @@
 """The training objective of equations 8 to 12: cross-entropy, total variation, confidence.
 
-`head_losses` applies the LM head in chunks and takes the gradient in closed form at once, so that no more than one chunk
+`head_losses` applies the LM head in chunks and takes the gradient in closed form at once, so that no more than a chunk
 of logits ever exists. Letters: N supervised draft positions, V draft vocabulary, d hidden size, r Markov rank.
 """
 

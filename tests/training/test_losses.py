@@ -14,11 +14,11 @@ def _case(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, HeadTarg
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return torch.randn(*shape, generator=generator)
 
     whole_head, hidden = normal(ALL, D), normal(5, D)
     logits = hidden @ whole_head.T
-    weights = torch.rand(N, generator=generator, dtype=torch.float64)
+    weights = torch.rand(N, generator=generator)
     targets = HeadTargets(
         hidden,
         logits.logsumexp(-1),
@@ -56,11 +56,11 @@ def test_loss_acceptance_and_gradients_equal_the_plain_definition(chunk: int) ->
         (2 * loss).backward()
         grads.append((loss.detach(), acceptance.detach(), a.grad, b.grad))
     for ours, theirs in zip(*grads, strict=True):
-        assert_close(ours.double(), theirs, atol=1e-5, rtol=1e-5)
+        assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
 
 
 def test_a_perfect_drafter_has_no_total_variation_and_acceptance_one() -> None:
-    states, _, head, targets, _ = _case(0)
+    _, _, head, targets, _ = _case(0)
     whole = HeadTargets(
         targets.hidden,
         (targets.hidden @ head.T).logsumexp(-1),
