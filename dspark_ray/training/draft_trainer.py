@@ -45,7 +45,9 @@ class StepMetrics:
 class DraftTrainer:
     """Steps a model over supervised batches. `step` counts finished steps."""
 
-    def __init__(self, model: DSparkDraftModel, config: OptimisationConfig, device: torch.device, worker: int = 0) -> None:
+    def __init__(
+        self, model: DSparkDraftModel, config: OptimisationConfig, device: torch.device, worker: int = 0
+    ) -> None:
         self.model = model.to(device).train()
         self.config, self.device, self.worker, self.step = config, device, worker, 0
         self._dtype = compute_dtype(config.dtype, device)

@@ -22,7 +22,11 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_TAPS = 5
 RANDOM_STD = 0.02
-ARCHITECTURES = {"dspark": "Qwen3DSparkModel", "dflash": "DFlashDraftModel", "autoregressive": "AutoregressiveDraftModel"}
+ARCHITECTURES = {
+    "dspark": "Qwen3DSparkModel",
+    "dflash": "DFlashDraftModel",
+    "autoregressive": "AutoregressiveDraftModel",
+}
 
 
 def draft_config_json(target_folder: Path, shape: DraftShapeConfig, mask_token_id: int) -> dict[str, Any]:
@@ -181,4 +185,3 @@ def _repeat_heads(weight: torch.Tensor, rows: int, head_dim: int) -> torch.Tenso
 def _typical_rms(projection: torch.Tensor, norm: torch.Tensor) -> float:
     """RMS of a projection of unit-variance inputs times the norm's weights: the target itself norms no queries."""
     return float((projection * norm).pow(2).sum(1).mean().sqrt())
-
