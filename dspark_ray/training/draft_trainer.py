@@ -1,6 +1,6 @@
 """Trains one drafter: optimiser, schedule, checkpoints. A plain class: Ray Train's workers and tests drive it alike.
 
-Knows neither Ray nor where batches come from. With torch.distributed initialised, gradients are averaged over the group.
+Knows neither Ray nor where batches come from. With torch.distributed initialised, gradients are averaged over it.
 """
 
 import math

@@ -197,7 +197,7 @@ def test_a_pruned_vocabulary_with_a_bad_map_is_refused(fixtures_dir: Path, edite
     tensors = load_file(folder / "model.safetensors")
     del tensors["d2t"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(CheckpointError, match="needs the tensors d2t"):
+    with pytest.raises(CheckpointError, match="needs the tensor d2t"):
         _load(folder)
 
 
