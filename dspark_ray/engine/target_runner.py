@@ -21,7 +21,7 @@ from dspark_ray.engine.draft_budget import build_prefix_scheduler
 from dspark_ray.engine.memory import num_pages_that_fit
 from dspark_ray.engine.packing import AlignedDrafts, align_drafts, feature_batches, pack
 from dspark_ray.engine.profiler import profile_target
-from dspark_ray.models.attention import build_attention_batch
+from dspark_ray.models.attention import ANY_QUERIES, QUERIES, build_attention_batch
 from dspark_ray.models.checkpoints import load_feature_projection
 from dspark_ray.models.draft_config import check_layer_range, read_draft_config
 from dspark_ray.models.draft_model import FeatureProjection
@@ -164,6 +164,7 @@ class TargetRunner:
                 packed.lens,
                 causal=True,
                 device=self._device,
+                sizes=(QUERIES,) if self._config.target.row_invariant else ANY_QUERIES,
             ),
             torch.from_numpy(packed.logit_rows).to(self._device),
         )

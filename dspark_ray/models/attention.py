@@ -15,16 +15,19 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-# The shapes below do not depend on what else is in a step, so neither does a token's result: kernels choose the order
-# of their sums by shape (see row_invariance.py).
-QUERIES = 8  # every row is cut into pieces of so many query tokens, the last one padded
+# Rows are cut into pieces of so many query tokens, the last one padded. One size: the shapes of a row do not depend on
+# what else is in a step or in the row, so neither does a token's result, since kernels choose the order of their sums
+# by shape (see row_invariance.py). Several sizes: each row takes the least that holds it, else the largest; faster for
+# plain decoding and long prompts.
+QUERIES = 8
+ANY_QUERIES = (1, QUERIES, 64)
 CONTEXT_MULTIPLE = 64  # contexts are padded to a multiple of it
 BUCKET_FACTOR = 4  # pieces attend together if their contexts differ by less than this factor
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    """Pieces of rows whose contexts are padded to one length and that attend in one call. Q is QUERIES."""
+    """Pieces of rows, of one size Q, whose contexts are padded to one length and that attend in one call."""
 
     query_index: torch.Tensor  # [R, Q] int64, index into the packed axis (a real index also where padded)
     query_flat: torch.Tensor  # [n] int64, places of the real queries in the flattened [R * Q]
@@ -76,26 +79,28 @@ def build_attention_batch(
     *,
     causal: bool,
     device: torch.device,
+    sizes: tuple[int, ...] = (QUERIES,),
 ) -> AttentionBatch:
     """Plan attention of rows whose query tokens sit at cache indices start .. start + query_len - 1.
 
     Each query sees its row's cache indices up to its own (causal) or up to the row's last query (not causal: the draft
-    block of equation 3, whose positions see each other and all context).
+    block of equation 3, whose positions see each other and all context). Args: sizes: of pieces, rising.
     """
     offsets = np.concatenate([[0], np.cumsum(query_lens)])
     rows = np.repeat(np.arange(len(query_lens)), query_lens)
     within = np.arange(offsets[-1]) - offsets[rows]
     write_slots = slots_of(page_table, rows, start[rows] + within, page_size)
-    pieces = _cut(start, query_lens, offsets[:-1], causal)
-    groups = [_row_group(page_table, page_size, pieces, members, device) for members in _buckets(pieces.kv_lens)]
+    pieces = _cut(start, query_lens, offsets[:-1], causal, np.array(sizes))
+    groups = [_row_group(page_table, page_size, pieces, members, device) for members in _buckets(pieces)]
     return AttentionBatch(_to(write_slots, device), tuple(groups))
 
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """Runs of at most QUERIES query tokens of one row, in packed order. S pieces."""
+    """Runs of at most `sizes` query tokens of one row, in packed order. S pieces."""
 
     rows: np.ndarray  # [S] int64, row of the page table
+    sizes: np.ndarray  # [S] int64, query tokens with padding
     lens: np.ndarray  # [S] int64, query tokens
     packed: np.ndarray  # [S] int64, packed index of the first query
     first_seen: np.ndarray  # [S] int64, cache indices that the first query sees
@@ -103,31 +108,35 @@ class Pieces:
     causal: bool
 
 
-def _cut(start: np.ndarray, query_lens: np.ndarray, packed: np.ndarray, causal: bool) -> Pieces:
-    counts = -(-query_lens // QUERIES)
+def _cut(start: np.ndarray, query_lens: np.ndarray, packed: np.ndarray, causal: bool, sizes: np.ndarray) -> Pieces:
+    row_sizes = sizes[np.minimum(np.searchsorted(sizes, query_lens), len(sizes) - 1)]
+    counts = -(-query_lens // row_sizes)
     rows = np.repeat(np.arange(len(query_lens)), counts)
-    done = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * QUERIES
-    lens = np.minimum(query_lens[rows] - done, QUERIES)
+    done = (np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)) * row_sizes[rows]
+    lens = np.minimum(query_lens[rows] - done, row_sizes[rows])
     kv_lens = start[rows] + (done + lens if causal else query_lens[rows])
-    return Pieces(rows, lens, packed[rows] + done, start[rows] + done + 1, kv_lens, causal)
+    return Pieces(rows, row_sizes[rows], lens, packed[rows] + done, start[rows] + done + 1, kv_lens, causal)
 
 
-def _buckets(kv_lens: np.ndarray) -> list[np.ndarray]:
-    """Indices of pieces whose contexts are of similar length, so that padding costs at most BUCKET_FACTOR."""
-    bucket = np.floor(np.log(np.maximum(kv_lens, CONTEXT_MULTIPLE) / CONTEXT_MULTIPLE) / np.log(BUCKET_FACTOR))
-    return [np.flatnonzero(bucket == value) for value in np.unique(bucket)]
+def _buckets(pieces: Pieces) -> list[np.ndarray]:
+    """Indices of pieces of one size whose contexts are of similar length: padding costs at most BUCKET_FACTOR."""
+    multiples = np.maximum(pieces.kv_lens, CONTEXT_MULTIPLE) / CONTEXT_MULTIPLE
+    bucket = np.floor(np.log(multiples) / np.log(BUCKET_FACTOR)).astype(np.int64)
+    keys = np.stack([pieces.sizes, bucket], axis=1)
+    return [np.flatnonzero((keys == key).all(1)) for key in np.unique(keys, axis=0)]
 
 
 def _row_group(
     page_table: np.ndarray, page_size: int, pieces: Pieces, members: np.ndarray, device: torch.device
 ) -> RowGroup:
     rows, lens, kv_lens = pieces.rows[members], pieces.lens[members], pieces.kv_lens[members]
-    query = np.minimum(np.arange(QUERIES)[None, :], lens[:, None] - 1)  # [R, Q], padding repeats the last query
+    places = np.arange(pieces.sizes[members[0]])[None, :]
+    query = np.minimum(places, lens[:, None] - 1)  # [R, Q], padding repeats the last query
     context = np.arange(-(-kv_lens.max() // CONTEXT_MULTIPLE) * CONTEXT_MULTIPLE)
     kv_index = np.minimum(context[None, :], kv_lens[:, None] - 1)  # padding repeats a written slot and is masked
     seen = pieces.first_seen[members][:, None] + query if pieces.causal else kv_lens[:, None] + 0 * query
     query_index = pieces.packed[members][:, None] + query
-    query_flat = np.flatnonzero(np.arange(QUERIES)[None, :] < lens[:, None])
+    query_flat = np.flatnonzero(places < lens[:, None])
     return RowGroup(
         _to(query_index, device),
         _to(query_flat, device),
@@ -148,18 +157,23 @@ def paged_attention(
     batch: AttentionBatch,
     scaling: float,
 ) -> torch.Tensor:  # [T, H, D]
-    """Attend each packed query to its row's slots; the step's own K/V must have been written before."""
+    """Attend each packed query to its row's slots; the step's own K/V must have been written before.
+
+    The query heads that share a key/value head attend as if they were further queries, so that no key is read twice.
+    """
     out = torch.empty_like(query)
     keys, values = cache.keys[layer], cache.values[layer]
+    shared = query.shape[1] // keys.shape[1]
     for group in batch.groups:
         rows, num_queries = group.query_index.shape
-        q = query[group.query_index.reshape(-1)].view(rows, num_queries, *query.shape[1:]).transpose(1, 2)
-        k = _gather(keys, group.kv_slots)
-        v = _gather(values, group.kv_slots)
+        q = query.index_select(0, group.query_index.reshape(-1)).view(rows, num_queries, -1, shared, query.shape[2])
+        q = q.permute(0, 2, 1, 3, 4).reshape(rows, -1, num_queries * shared, query.shape[2])  # [R, G, Q * shared, D]
+        mask = group.mask if shared == 1 else group.mask.repeat_interleave(shared, dim=2)
         attended = scaled_dot_product_attention(
-            q, k, v, attn_mask=group.mask, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+            q, _gather(keys, group.kv_slots), _gather(values, group.kv_slots), attn_mask=mask, scale=scaling
         )
-        flat = attended.transpose(1, 2).reshape(rows * num_queries, *query.shape[1:])
+        attended = attended.view(rows, -1, num_queries, shared, query.shape[2]).permute(0, 2, 1, 3, 4)
+        flat = attended.reshape(rows * num_queries, *query.shape[1:])
         out.index_copy_(0, group.packed, flat.index_select(0, group.query_flat))
     return out
 

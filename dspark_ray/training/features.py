@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from dspark_ray.models.attention import build_attention_batch
+from dspark_ray.models.attention import ANY_QUERIES, build_attention_batch
 from dspark_ray.models.draft_config import check_layer_range
 from dspark_ray.models.resolve import resolve_model
 from dspark_ray.models.target import TargetModel, resolve_device, resolve_dtype
@@ -59,7 +59,13 @@ class FeatureExtractor:
         first_pages = np.cumsum(pages) - pages
         table = first_pages[:, None] + np.minimum(np.arange(pages.max()), pages[:, None] - 1)
         batch = build_attention_batch(
-            table, PAGE_SIZE, np.zeros_like(lengths), lengths, causal=True, device=self._device
+            table,
+            PAGE_SIZE,
+            np.zeros_like(lengths),
+            lengths,
+            causal=True,
+            device=self._device,
+            sizes=ANY_QUERIES,
         )
         ids = torch.from_numpy(np.concatenate([sequence.token_ids for sequence in sequences])).to(self._device)
         positions = torch.cat([torch.arange(length, device=self._device) for length in lengths])

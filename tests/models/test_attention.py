@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from dspark_ray.models.attention import QUERIES, KVCache, build_attention_batch, paged_attention
+from dspark_ray.models.attention import ANY_QUERIES, QUERIES, KVCache, build_attention_batch, paged_attention
 
 PAGE, HEADS, KV_HEADS, DIM = 4, 4, 2, 8
 CPU = torch.device("cpu")
@@ -31,8 +31,11 @@ def dense(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, start: in
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("lens", [[1], [1, 8, 3], [1, QUERIES + 7, 5], [40, 33]])
-def test_packed_ragged_rows_equal_dense_attention_of_each(causal: bool, lens: list[int]) -> None:
+@pytest.mark.parametrize("sizes", [(QUERIES,), ANY_QUERIES])
+@pytest.mark.parametrize("lens", [[1], [1, 8, 3], [1, QUERIES + 7, 5], [40, 33], [70, 1, 9]])
+def test_packed_ragged_rows_equal_dense_attention_of_each(
+    causal: bool, lens: list[int], sizes: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     starts = [9, 0, 21, 3][: len(lens)]
     kv_lens = [start + length for start, length in zip(starts, lens, strict=True)]
@@ -46,7 +49,7 @@ def test_packed_ragged_rows_equal_dense_attention_of_each(causal: bool, lens: li
         slots = torch.from_numpy(table[row, np.arange(length) // PAGE] * PAGE + np.arange(length) % PAGE)
         cache.write(0, slots, keys[row], values[row])
     query = torch.randn(sum(lens), HEADS, DIM)
-    batch = build_attention_batch(table, PAGE, np.array(starts), np.array(lens), causal=causal, device=CPU)
+    batch = build_attention_batch(table, PAGE, np.array(starts), np.array(lens), causal=causal, device=CPU, sizes=sizes)
     out = paged_attention(query, cache, 0, batch, 0.5)
     expected = torch.cat(
         [dense(part, keys[row], values[row], starts[row], causal) for row, part in enumerate(query.split(lens))]
