@@ -28,6 +28,14 @@ class TeacherConfig(_Section):
     max_batch_tokens: int = Field(2048, ge=16, description="tokens in one target forward pass")
 
 
+class TurnPattern(_Section):
+    """How some of the synthesised user turns begin and end; the target writes what is between."""
+
+    opening: str = ""
+    closing: str = ""
+    share: float = Field(1.0, gt=0)
+
+
 class CorpusConfig(_Section):
     """Where prompts come from and how the target answers them."""
 
@@ -38,7 +46,9 @@ class CorpusConfig(_Section):
     temperatures: tuple[tuple[float, float], ...] = Field(
         ((0.0, 0.35), (0.7, 0.25), (1.0, 0.4)), description="(temperature, share of the replies)"
     )
+    replies_per_prompt: int = Field(1, ge=1, description="each at a temperature of its own draw, greedy at most once")
     synthesis_temperature: float = Field(1.0, gt=0, description="of the user turns that the target writes")
+    turn_patterns: tuple[TurnPattern, ...] = Field((TurnPattern(),), min_length=1, description="of those user turns")
     max_prompt_tokens: int = Field(256, ge=1, description="longer prompts are skipped and counted")
     max_reply_tokens: int = Field(256, ge=1)
     min_reply_tokens: int = Field(8, ge=1, description="shorter replies are skipped and counted")
@@ -46,7 +56,7 @@ class CorpusConfig(_Section):
     shard_sequences: int = Field(256, ge=1, description="sequences a shard; a finished shard is never made again")
     concurrency: int = Field(96, ge=1, description="requests that run together")
     num_threads: int = Field(2, ge=1)
-    seed: int = 0
+    seed: int = Field(0, ge=0, description="of temperatures and patterns; the sampled text itself is not reproducible")
 
     @model_validator(mode="after")
     def _some_source(self) -> "CorpusConfig":

@@ -5,7 +5,7 @@ Knows no model. A shard is written under another name and renamed, so a shard th
 
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -34,6 +34,10 @@ def shard_path(folder: Path, split: Split, index: int) -> Path:
     return folder / f"{split}-{index:05d}.jsonl"
 
 
+def num_shards(folder: Path, split: Split) -> int:
+    return len(list(folder.glob(f"{split}-*.jsonl")))
+
+
 def write_shard(path: Path, sequences: Iterable[TrainingSequence]) -> None:
     """Write a whole shard or none."""
     partial = path.with_suffix(".partial")
@@ -47,11 +51,16 @@ def write_shard(path: Path, sequences: Iterable[TrainingSequence]) -> None:
 def read_sequences(folder: Path, split: Split) -> list[TrainingSequence]:
     """Every sequence of a split, in the order of its shards. Raises ConfigError naming the file and line, or where
     there are none."""
-    shards = sorted(folder.glob(f"{split}-*.jsonl"))
-    sequences = [sequence for shard in shards for sequence in _read_shard(shard)]
+    sequences = list(read_shards(folder, split))
     if not sequences:
         raise ConfigError(f"{folder} holds no {split} sequences: run the corpus stage first (`dspark-ray train`)")
     return sequences
+
+
+def read_shards(folder: Path, split: Split) -> Iterator[TrainingSequence]:
+    """The same, and nothing where there are none."""
+    for shard in sorted(folder.glob(f"{split}-*.jsonl")):
+        yield from _read_shard(shard)
 
 
 def _read_shard(path: Path) -> list[TrainingSequence]:
