@@ -38,7 +38,7 @@ class FeatureExtractor:
     def extract(self, sequences: Sequence[TrainingSequence]) -> SupervisedBatch:
         """Features of a batch, on the CPU in the target's dtype."""
         outputs = [part for group in _groups(sequences, self._max_batch_tokens) for part in self._run(group)]
-        last, taps, normalizers = zip(*outputs, strict=True)
+        last, taps, normalizers = (list(parts) for parts in zip(*outputs, strict=True))
         tokens = [torch.tensor(sequence.token_ids) for sequence in sequences]
         return SupervisedBatch(
             token_ids=pad_sequence(tokens, batch_first=True),

@@ -20,7 +20,7 @@ from dspark_ray.engine.engine import Engine
 from dspark_ray.engine.local_executor import LocalExecutor
 from dspark_ray.errors import RequestError
 from dspark_ray.request import SamplingParams
-from tests.deployments.conftest import MAX_MODEL_LEN
+from tests.chat_models import MAX_MODEL_LEN
 
 GREEDY = {"model": "tiny", "temperature": 0, "ignore_eos": True}
 CHAT = {**GREEDY, "messages": [{"role": "user", "content": "hi"}]}
