@@ -8,10 +8,35 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from dspark_ray.training.sequences import TrainingSequence
 
 WINDOW_BATCHES = 16  # sequences are sorted by length within so many batches' worth: little padding, random order
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceFeatures:
+    """The target's view of one sequence of S tokens, on the CPU."""
+
+    taps: torch.Tensor  # [S, m * d]
+    last_hidden: torch.Tensor  # [S, d] after the final norm
+    log_normalizers: torch.Tensor  # [S] float32, logsumexp of the target's logits (from reply_start - 1 on)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedFeatures:
+    """The features of several sequences, one behind the other: what a target actor answers."""
+
+    lengths: tuple[int, ...]
+    taps: torch.Tensor  # [T, m * d]
+    last_hidden: torch.Tensor  # [T, d]
+    log_normalizers: torch.Tensor  # [T]
+
+    def split(self) -> list[SequenceFeatures]:
+        """Views of each sequence."""
+        parts = (tensor.split(self.lengths) for tensor in (self.taps, self.last_hidden, self.log_normalizers))
+        return [SequenceFeatures(*views) for views in zip(*parts, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,8 +47,8 @@ class SupervisedBatch:
     lengths: torch.Tensor  # [R] int64
     reply_starts: torch.Tensor  # [R] int64
     taps: torch.Tensor  # [R, S, m * d]
-    last_hidden: torch.Tensor  # [R, S, d] after the final norm
-    log_normalizers: torch.Tensor  # [R, S] float32, logsumexp of the target's logits (from reply_start - 1 on)
+    last_hidden: torch.Tensor  # [R, S, d]
+    log_normalizers: torch.Tensor  # [R, S] float32
 
     def to(self, device: torch.device) -> "SupervisedBatch":
         return SupervisedBatch(*(getattr(self, name).to(device, non_blocking=True) for name in self.__slots__))
@@ -31,6 +56,18 @@ class SupervisedBatch:
     @property
     def num_tokens(self) -> int:
         return int(self.lengths.sum())
+
+
+def supervised_batch(sequences: Sequence[TrainingSequence], features: Sequence[SequenceFeatures]) -> SupervisedBatch:
+    """Sequences and their features, padded to the longest."""
+    return SupervisedBatch(
+        token_ids=pad_sequence([torch.tensor(sequence.token_ids) for sequence in sequences], batch_first=True),
+        lengths=torch.tensor([len(sequence.token_ids) for sequence in sequences]),
+        reply_starts=torch.tensor([sequence.reply_start for sequence in sequences]),
+        taps=pad_sequence([each.taps for each in features], batch_first=True),
+        last_hidden=pad_sequence([each.last_hidden for each in features], batch_first=True),
+        log_normalizers=pad_sequence([each.log_normalizers for each in features], batch_first=True),
+    )
 
 
 def epoch_batches(

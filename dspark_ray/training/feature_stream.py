@@ -7,14 +7,14 @@ back. A target actor that dies is restarted by Ray, which runs its lost calls ag
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import ray
 import torch
 
-from dspark_ray.training.batches import SupervisedBatch
+from dspark_ray.training.batches import PackedFeatures, SequenceFeatures, SupervisedBatch, supervised_batch
 from dspark_ray.training.config import TeacherConfig
 from dspark_ray.training.features import FeatureExtractor
 from dspark_ray.training.sequences import TrainingSequence
@@ -33,7 +33,7 @@ class FeatureWorker:
         torch.set_num_threads(config.num_threads)
         self._extractor = FeatureExtractor(config, target_layer_ids)
 
-    def extract(self, sequences: list[TrainingSequence]) -> SupervisedBatch:
+    def extract(self, sequences: list[TrainingSequence]) -> PackedFeatures:
         return self._extractor.extract(sequences)
 
     def pid(self) -> int:
@@ -62,7 +62,7 @@ class FeatureSource(Protocol):
 
     def submit(self, sequences: list[TrainingSequence]) -> Any: ...
 
-    def take(self, pending: Any) -> SupervisedBatch: ...
+    def take(self, pending: Any) -> PackedFeatures: ...
 
 
 class RayFeatureSource:
@@ -76,10 +76,10 @@ class RayFeatureSource:
         self._next += 1
         return worker.extract.remote(sequences)
 
-    def take(self, pending: Any) -> SupervisedBatch:
-        batch = ray.get(pending)
-        assert isinstance(batch, SupervisedBatch)
-        return batch
+    def take(self, pending: Any) -> PackedFeatures:
+        features = ray.get(pending)
+        assert isinstance(features, PackedFeatures)
+        return features
 
 
 class LocalFeatureSource:
@@ -91,36 +91,39 @@ class LocalFeatureSource:
     def submit(self, sequences: list[TrainingSequence]) -> list[TrainingSequence]:
         return sequences
 
-    def take(self, pending: list[TrainingSequence]) -> SupervisedBatch:
+    def take(self, pending: list[TrainingSequence]) -> PackedFeatures:
         return self._extractor.extract(pending)
 
 
 class FeatureCache:
-    """Features of whole batches by their members. Kind `none` keeps nothing; `disk` writes files under `folder`."""
+    """Features by sequence, over epochs. Kind `none` keeps nothing; `disk` writes a file a sequence under `folder`.
+
+    Args: folder: of one target, its tapped layers and its corpus; what lies there is believed.
+    """
 
     def __init__(self, kind: CacheKind, folder: Path | None = None) -> None:
         self._kind, self._folder = kind, folder
-        self._memory: dict[tuple[int, ...], SupervisedBatch] = {}
+        self._memory: dict[int, SequenceFeatures] = {}
         if kind == "disk":
             assert folder is not None, "a disk cache needs a folder"
             folder.mkdir(parents=True, exist_ok=True)
 
-    def get(self, indices: tuple[int, ...]) -> SupervisedBatch | None:
-        if self._kind == "disk" and self._path(indices).is_file():
-            return SupervisedBatch(**torch.load(self._path(indices), weights_only=True))
-        return self._memory.get(indices)
+    def get(self, index: int) -> SequenceFeatures | None:
+        if self._kind == "disk" and (path := self._path(index)).is_file():
+            return SequenceFeatures(**torch.load(path, weights_only=True))
+        return self._memory.get(index)
 
-    def put(self, indices: tuple[int, ...], batch: SupervisedBatch) -> None:
+    def put(self, index: int, features: SequenceFeatures) -> None:
         if self._kind == "memory":
-            self._memory[indices] = batch
+            self._memory[index] = features
         elif self._kind == "disk":
-            partial = self._path(indices).with_suffix(f".partial-{os.getpid()}")
-            torch.save({name: getattr(batch, name) for name in SupervisedBatch.__slots__}, partial)
-            os.replace(partial, self._path(indices))
+            partial = self._path(index).with_suffix(f".partial-{os.getpid()}")
+            torch.save({name: getattr(features, name).clone() for name in SequenceFeatures.__slots__}, partial)
+            os.replace(partial, self._path(index))
 
-    def _path(self, indices: tuple[int, ...]) -> Path:
+    def _path(self, index: int) -> Path:
         assert self._folder is not None
-        return self._folder / f"{indices[0]}-{len(indices)}-{hash(indices) & 0xFFFFFFFFFFFF:012x}.pt"
+        return self._folder / f"{index:08d}.pt"
 
 
 def stream_features(
@@ -131,26 +134,32 @@ def stream_features(
     cache: FeatureCache,
 ) -> Iterator[SupervisedBatch]:
     """Features of each batch of indices, in order, `prefetch` of them asked for ahead of their use."""
-    waiting: deque[tuple[tuple[int, ...], Callable[[], SupervisedBatch]]] = deque()
+    waiting: deque[_Request] = deque()
     for indices in batches:
-        waiting.append((key := tuple(indices), _ask(key, sequences, source, cache)))
+        waiting.append(_Request(indices, sequences, source, cache))
         if len(waiting) > prefetch:
-            yield waiting.popleft()[1]()
+            yield waiting.popleft().take()
     while waiting:
-        yield waiting.popleft()[1]()
+        yield waiting.popleft().take()
 
 
-def _ask(
-    key: tuple[int, ...], sequences: Sequence[TrainingSequence], source: FeatureSource, cache: FeatureCache
-) -> Callable[[], SupervisedBatch]:
-    kept = cache.get(key)
-    if kept is not None:
-        return lambda: kept
-    pending = source.submit([sequences[index] for index in key])
+class _Request:
+    """One batch on its way: what the cache has, and what the target was asked for."""
 
-    def take() -> SupervisedBatch:
-        batch = source.take(pending)
-        cache.put(key, batch)
-        return batch
+    def __init__(
+        self, indices: list[int], sequences: Sequence[TrainingSequence], source: FeatureSource, cache: FeatureCache
+    ) -> None:
+        self._indices, self._sequences, self._source, self._cache = indices, sequences, source, cache
+        self._features = {index: kept for index in indices if (kept := cache.get(index)) is not None}
+        self._missing = [index for index in indices if index not in self._features]
+        self._pending = source.submit([sequences[index] for index in self._missing]) if self._missing else None
 
-    return take
+    def take(self) -> SupervisedBatch:
+        if self._missing:
+            new = self._source.take(self._pending).split()
+            for index, features in zip(self._missing, new, strict=True):
+                self._features[index] = features
+                self._cache.put(index, features)
+        return supervised_batch(
+            [self._sequences[index] for index in self._indices], [self._features[index] for index in self._indices]
+        )

@@ -1,20 +1,18 @@
 """The frozen target's view of training sequences: tapped hidden states, last hidden states, logsumexp of its logits.
 
-A plain class; feature_worker.py wraps it in an actor. Letters: R sequences, S padded length, T packed tokens, m tapped
-layers, d hidden size, V vocabulary.
+A plain class; feature_stream.py wraps it in an actor. Letters: T packed tokens, m tapped layers, d hidden size.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
 from dspark_ray.models.attention import ANY_QUERIES, build_attention_batch
 from dspark_ray.models.draft_config import check_layer_range
 from dspark_ray.models.resolve import resolve_model
 from dspark_ray.models.target import TargetModel, resolve_device, resolve_dtype
-from dspark_ray.training.batches import SupervisedBatch
+from dspark_ray.training.batches import PackedFeatures
 from dspark_ray.training.config import TeacherConfig
 from dspark_ray.training.sequences import TrainingSequence
 
@@ -35,23 +33,15 @@ class FeatureExtractor:
         self._max_batch_tokens = config.max_batch_tokens
         self._cache = self._model.allocate(1, PAGE_SIZE)
 
-    def extract(self, sequences: Sequence[TrainingSequence]) -> SupervisedBatch:
-        """Features of a batch, on the CPU in the target's dtype."""
-        outputs = [part for group in _groups(sequences, self._max_batch_tokens) for part in self._run(group)]
-        last, taps, normalizers = (list(parts) for parts in zip(*outputs, strict=True))
-        tokens = [torch.tensor(sequence.token_ids) for sequence in sequences]
-        return SupervisedBatch(
-            token_ids=pad_sequence(tokens, batch_first=True),
-            lengths=torch.tensor([len(ids) for ids in tokens]),
-            reply_starts=torch.tensor([sequence.reply_start for sequence in sequences]),
-            taps=pad_sequence(taps, batch_first=True),
-            last_hidden=pad_sequence(last, batch_first=True),
-            log_normalizers=pad_sequence(normalizers, batch_first=True),
-        )
+    def extract(self, sequences: Sequence[TrainingSequence]) -> PackedFeatures:
+        """Features of all tokens, on the CPU in the target's dtype."""
+        groups = [self._run(group) for group in _groups(sequences, self._max_batch_tokens)]
+        last, taps, normalizers = (torch.cat(parts) for parts in zip(*groups, strict=True))
+        return PackedFeatures(tuple(len(sequence.token_ids) for sequence in sequences), taps, last, normalizers)
 
     def _run(
         self, sequences: Sequence[TrainingSequence]
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:  # [S, d], [S, m * d], [S] of each
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [T, d], [T, m * d], [T]
         lengths = np.array([len(sequence.token_ids) for sequence in sequences])
         pages = -(-lengths // PAGE_SIZE)
         if pages.sum() * PAGE_SIZE > len(self._cache.keys[0]):
@@ -71,10 +61,7 @@ class FeatureExtractor:
         positions = torch.cat([torch.arange(length, device=self._device) for length in lengths])
         last, taps = self._model.hidden_states(ids, positions, self._cache, batch)
         assert taps is not None
-        normalizers = self._normalizers(last, sequences)
-        sizes = lengths.tolist()
-        parts = zip(*(tensor.cpu().split(sizes) for tensor in (last, taps, normalizers)), strict=True)
-        return [(a, b, c) for a, b, c in parts]
+        return last.cpu(), taps.cpu(), self._normalizers(last, sequences).cpu()
 
     @torch.inference_mode()
     def _normalizers(self, last: torch.Tensor, sequences: Sequence[TrainingSequence]) -> torch.Tensor:  # [T] float32
