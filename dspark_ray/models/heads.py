@@ -40,7 +40,7 @@ class MarkovHead(nn.Module):
         previous: torch.Tensor,  # [...] int64, x_{k-1} (the anchor at k = 1), target vocabulary
         hidden: torch.Tensor,  # [..., d] h_k
     ) -> tuple[torch.Tensor, torch.Tensor]:  # bias [..., V], s_k [..., r]
-        latent, state = self._latent(state, previous, hidden)
+        latent, state = self._latent(state, self.markov_w1(previous), hidden)
         return self.markov_w2(latent), state
 
     def latents(
@@ -49,10 +49,13 @@ class MarkovHead(nn.Module):
         hidden: torch.Tensor,  # [..., K, d]
     ) -> torch.Tensor:  # [..., K, r]
         """What W2 turns into the biases of a block whose tokens are known (teacher forcing, for training)."""
+        embeddings = self.markov_w1(previous)
         state = self.initial_state(*previous.shape[:-1])
+        if self.head_type != "rnn":  # memoryless: all positions at once
+            return self._latent(state, embeddings, hidden)[0]
         latents = []
         for k in range(previous.shape[-1]):
-            latent, state = self._latent(state, previous[..., k], hidden[..., k, :])
+            latent, state = self._latent(state, embeddings[..., k, :], hidden[..., k, :])
             latents.append(latent)
         return torch.stack(latents, dim=-2)
 
@@ -61,9 +64,8 @@ class MarkovHead(nn.Module):
         return self.markov_w2(self.latents(previous, hidden))
 
     def _latent(
-        self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor
+        self, state: torch.Tensor, embedding: torch.Tensor, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        embedding = self.markov_w1(previous)
         if self.head_type == "gated":
             gate = torch.sigmoid(self.gate_proj(torch.cat([hidden, embedding], dim=-1)))
             return gate * embedding, state
