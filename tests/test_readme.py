@@ -37,4 +37,4 @@ def test_every_requirement_is_pinned() -> None:
     names = {re.split(r"[\[<>=]", requirement)[0].lower().replace("_", "-") for requirement in wanted}
     pins = (ROOT / "constraints.txt").read_text().splitlines()
     pinned = {line.split("==")[0].lower().replace("_", "-") for line in pins if "==" in line}
-    assert names <= pinned
+    assert names - {project["name"]} <= pinned
