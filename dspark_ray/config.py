@@ -114,10 +114,11 @@ class AppConfig(_Section):
     @classmethod
     def _nest_dotted_keys(cls, data: Any) -> Any:
         """`serve run deployments:build_app drafter.kind=ngram` passes flat keys; a YAML passes nested sections."""
-        return _nested(data) if isinstance(data, dict) else data
+        return nest_dotted_keys(data) if isinstance(data, dict) else data
 
 
-def _nested(data: dict[str, Any]) -> dict[str, Any]:
+def nest_dotted_keys(data: dict[str, Any]) -> dict[str, Any]:
+    """{"section.key": value} as {"section": {"key": value}}."""
     tree = {key: value for key, value in data.items() if "." not in key}
     for key, value in data.items():
         section, dot, field = key.partition(".")

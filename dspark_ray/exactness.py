@@ -148,8 +148,8 @@ class Reference:
         return LogitsProcessorList([SharedNoise(prompt.seed)] if mode == "coupled" else [])
 
 
-def read_prompts(files: Sequence[Path], limit: int, tokenizer: Any) -> list[Prompt]:
-    """The first turn of the first `limit` lines of each JSONL file, under the model's chat template."""
+def read_prompts(files: Sequence[Path], limit: int | None, tokenizer: Any) -> list[Prompt]:
+    """The first turn of the first `limit` lines (all: None) of each JSONL file, under the model's chat template."""
     prompts = []
     for file in files:
         lines = [line for line in file.read_text().splitlines() if line.strip()][:limit]

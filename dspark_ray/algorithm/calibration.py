@@ -14,7 +14,7 @@ import torch
 
 from dspark_ray.errors import ConfigError
 
-_KIND = "sequential_temperature_scaling"
+STS_KIND = "sequential_temperature_scaling"
 _BINS = 15
 
 
@@ -60,23 +60,27 @@ class SequentialTemperatureScaling:
             )
         return np.asarray(self.temperatures[:width])
 
+    def to_dict(self) -> dict[str, Any]:
+        """JSON-able."""
+        return {
+            "temperatures": list(self.temperatures),
+            "num_samples": self.num_samples,
+            "ece_before": list(self.ece_before),
+            "ece_after": list(self.ece_after),
+            "provenance": dict(self.provenance),
+        }
+
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "kind": _KIND,
-                "temperatures": list(self.temperatures),
-                "num_samples": self.num_samples,
-                "ece_before": list(self.ece_before),
-                "ece_after": list(self.ece_after),
-                "provenance": dict(self.provenance),
-            },
-            indent=2,
-        )
+        return json.dumps({"kind": STS_KIND, **self.to_dict()}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "SequentialTemperatureScaling":
         """Raises ConfigError naming the field that is missing or wrong."""
-        data = _parsed(text)
+        return cls.from_dict(_parsed(text))
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> "SequentialTemperatureScaling":
+        """Raises ConfigError naming the field that is missing or wrong."""
         count = data.get("num_samples", 0)
         _require(isinstance(count, int) and not isinstance(count, bool), "num_samples", "an integer", count)
         provenance = data.get("provenance", {})
@@ -172,7 +176,7 @@ def _parsed(text: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ConfigError(f"calibration: not JSON ({error})") from error
     _require(isinstance(data, dict), "top level", "an object", data)
-    _require(data.get("kind") == _KIND, "kind", f'"{_KIND}"', data.get("kind"))
+    _require(data.get("kind") == STS_KIND, "kind", f'"{STS_KIND}"', data.get("kind"))
     return data
 
 

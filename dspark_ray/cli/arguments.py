@@ -1,6 +1,7 @@
 """The arguments of every command, and the configuration they amount to. Imports nothing heavy, so --help is quick."""
 
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -9,6 +10,7 @@ import yaml
 from dspark_ray import __version__
 from dspark_ray.config import DEMO_MODEL, AppConfig, DrafterKind, DType, Policy
 from dspark_ray.errors import ConfigError
+from dspark_ray.training.config import DraftArchitecture, Stage, TrainingConfig
 
 # Short options of the command line and the configuration key that each sets.
 CONFIG_OPTIONS = {
@@ -23,6 +25,15 @@ CONFIG_OPTIONS = {
     "cost_table": "verification.cost_table",
 }
 
+TRAINING_OPTIONS = {
+    "target": "teacher.model",
+    "prompts": "corpus.prompts",
+    "held_out": "corpus.held_out",
+    "architecture": "draft.architecture",
+    "initial_drafter": "draft.initial_drafter",
+    "steps": "optimisation.num_steps",
+}
+
 
 def build_parser() -> ArgumentParser:
     parser = ArgumentParser("dspark-ray", description="Serve Hugging Face LLMs on Ray with DSpark, exactly and faster.")
@@ -33,6 +44,9 @@ def build_parser() -> ArgumentParser:
     _profile(commands)
     _serve(commands)
     _check_exact(commands)
+    _train(commands)
+    _calibrate(commands)
+    _evaluate(commands)
     return parser
 
 
@@ -41,13 +55,23 @@ def config_from(args: Namespace, **defaults: Any) -> AppConfig:
 
     Raises ConfigError for a file or override that cannot be read, pydantic's ValidationError for unknown keys.
     """
-    tree: dict[str, Any] = {**defaults, **_read_yaml(args.config)}
+    return AppConfig.model_validate({**defaults, **_given_keys(args, CONFIG_OPTIONS)})
+
+
+def training_config_from(args: Namespace) -> TrainingConfig:
+    """The same for what `dspark-ray train` takes."""
+    return TrainingConfig.model_validate(_given_keys(args, TRAINING_OPTIONS))
+
+
+def _given_keys(args: Namespace, options: Mapping[str, str]) -> dict[str, Any]:
+    """Dotted keys of --config, --set and the short options."""
+    tree = _read_yaml(args.config)
     tree.update(_parse_override(text) for text in args.set)
-    for option, key in CONFIG_OPTIONS.items():
+    for option, key in options.items():
         value = getattr(args, option, None)
         if value is not None:
             tree[key] = value
-    return AppConfig.model_validate(tree)
+    return tree
 
 
 def _read_yaml(path: Path | None) -> dict[str, Any]:
@@ -84,9 +108,8 @@ def _command(commands: Any, name: str, module: str, summary: str, details: str =
     return parser
 
 
-def add_config_options(parser: ArgumentParser, *, policy: bool = True) -> None:
-    group = parser.add_argument_group("configuration (see dspark_ray/config.py for every key)")
-    group.add_argument("--config", type=Path, metavar="FILE", help="YAML with the sections of AppConfig")
+def _add_key_options(group: Any, tree: str) -> None:
+    group.add_argument("--config", type=Path, metavar="FILE", help=f"YAML with the sections of {tree}")
     group.add_argument(
         "--set",
         action="append",
@@ -94,6 +117,11 @@ def add_config_options(parser: ArgumentParser, *, policy: bool = True) -> None:
         metavar="KEY=VALUE",
         help="override one key, as section.key=value (repeatable)",
     )
+
+
+def add_config_options(parser: ArgumentParser, *, policy: bool = True) -> None:
+    group = parser.add_argument_group("configuration (see dspark_ray/config.py for every key)")
+    _add_key_options(group, "AppConfig")
     group.add_argument("--model", help=f"target: demo name, folder or Hugging Face id (default {DEMO_MODEL})")
     group.add_argument("--dtype", choices=get_args(DType), help="dtype of the target")
     group.add_argument("--device", choices=("auto", "cpu", "cuda"), help="device of the target")
@@ -196,3 +224,74 @@ def _check_exact(commands: Any) -> None:
     )
     add_config_options(parser, policy=False)
     parser.set_defaults(dtype="float32")
+
+
+def _train(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "train",
+        "train",
+        "Make a DSpark drafter for a target: corpus, training, calibration, evaluation.",
+        "Without prompts the target writes them itself. Every stage goes on from where an earlier run of the same\n"
+        "command was stopped. OUT becomes a folder that serves: --drafter-model OUT.",
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the drafter; its run in DIR/training")
+    parser.add_argument("--target", metavar="T", help=f"demo name, folder or Hugging Face id (default {DEMO_MODEL})")
+    parser.add_argument("--stages", nargs="+", choices=get_args(Stage), default=list(get_args(Stage)))
+    parser.add_argument("--corpus", type=Path, metavar="DIR", help="use the corpus of another run, as it is")
+    parser.add_argument(
+        "--prompts", nargs="+", metavar="FILE.jsonl", help='lines of {"turns": ...} or {"messages": ...}'
+    )
+    parser.add_argument("--held-out", nargs="+", metavar="FILE.jsonl", help="prompts to evaluate on, never trained on")
+    parser.add_argument("--architecture", choices=get_args(DraftArchitecture), help="default dspark")
+    parser.add_argument("--initial-drafter", metavar="FOLDER", help="go on from this drafter instead of a new one")
+    parser.add_argument("--steps", type=int, metavar="N", help="optimiser steps")
+    parser.add_argument("--local", action="store_true", help="in this process, without Ray")
+    parser.add_argument("--address", help="join this Ray cluster (for example `auto`) instead of starting one")
+    group = parser.add_argument_group("configuration (see dspark_ray/training/config.py for every key)")
+    _add_key_options(group, "TrainingConfig")
+
+
+def _calibrate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "calibrate",
+        "calibrate",
+        "Fit Sequential Temperature Scaling to a drafter, for each exact mode, by real decoding.",
+        "Fits on half of the prompts and reports the calibration error on the other half. Writes calibration.json and\n"
+        "a reliability diagram beside the drafter. The last line of output is one JSON object.",
+    )
+    parser.add_argument(
+        "--prompts", nargs="+", type=Path, metavar="FILE.jsonl", help="default: the run's held-back ones"
+    )
+    parser.add_argument("--corpus", type=Path, metavar="DIR", help="corpus whose validation prompts are used")
+    parser.add_argument("--limit", type=int, default=256, metavar="N", help="prompts (of each file)")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="of rejection and coupled modes")
+    parser.add_argument("--concurrency", type=int, default=16, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="default: calibration.json beside the drafter")
+    add_config_options(parser, policy=False)
+
+
+def _evaluate(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "evaluate",
+        "evaluate",
+        "Compare drafters on prompt files: accepted length, acceptance by position, confidence, speed.",
+        "Every draft is verified in full. The last line of output is one JSON object with the goals.",
+    )
+    parser.add_argument("--prompts", nargs="+", type=Path, required=True, metavar="FILE.jsonl")
+    parser.add_argument(
+        "--drafters",
+        nargs="+",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="or FOLDER, ngram, none (default: the demo's); goals compare `dspark` with `dflash` and `autoregressive`",
+    )
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0], metavar="T")
+    parser.add_argument("--limit", type=int, default=1000, metavar="N", help="prompts of each file")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--concurrency", type=int, default=16, metavar="N")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="pictures go here")
+    add_config_options(parser, policy=False)

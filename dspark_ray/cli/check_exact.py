@@ -5,24 +5,25 @@ import json
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 from transformers.utils.logging import disable_progress_bar
 
 from dspark_ray.algorithm.cost_table import CostTable
 from dspark_ray.cli.arguments import config_from
 from dspark_ray.cli.engines import open_engine_on, ray_if_needed
+from dspark_ray.cli.progress import advancing, progress_bar
 from dspark_ray.config import DEMO_DRAFTER, AppConfig
 from dspark_ray.errors import ConfigError
 from dspark_ray.exactness import Mode, Outcome, Prompt, Reference, check_engine, read_prompts
 from dspark_ray.models.derive import first_layers, without_heads
 from dspark_ray.models.resolve import resolve_drafter, resolve_model
-from dspark_ray.offline import Completion, load_tokenizer
+from dspark_ray.offline import load_tokenizer
 
 DRAFT_LM_SHARE = 0.8  # of the target's layers, from the first: it agrees with the target about every other token
 
@@ -62,7 +63,7 @@ def run(args: Namespace) -> int:
     folder = resolve_model(config.target.model)
     prompts = read_prompts(args.prompts, args.limit, load_tokenizer(folder))
     reference = Reference(folder, dtype_of(config), args.max_tokens)
-    with _progress(console) as progress:
+    with progress_bar(console) as progress:
         _generate_references(reference, prompts, args.modes, progress)
         with tempfile.TemporaryDirectory(prefix="dspark-check-") as scratch, ray_if_needed(args.executor):
             drafters = derive_drafters(config, folder, args, Path(scratch))
@@ -143,15 +144,11 @@ async def _check_all(
                         mode,
                         concurrency,
                         args.max_tokens,
-                        _advancing(progress, task),
+                        advancing(progress, task),
                     )
                     results.append((variant, outcome))
                     print_outcome(variant, outcome, time.perf_counter() - started, args.tie_gap)
     return results
-
-
-def _advancing(progress: Progress, task: TaskID) -> Callable[[Completion], None]:
-    return lambda _: progress.advance(task)
 
 
 def print_outcome(variant: Variant, outcome: Outcome, seconds: float, tie_gap: float) -> None:
@@ -197,9 +194,3 @@ def report(results: list[tuple[Variant, Outcome]], args: Namespace, config: AppC
     }
     print(json.dumps(summary))
     return 1 if wrong else 0
-
-
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description:44}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), console=console
-    )

@@ -88,6 +88,15 @@ def read_draft_config(folder: str) -> DraftConfig:
     return parse_draft_config(read_json(Path(folder) / "config.json"))
 
 
+def checkpoint_kind(folder: Path) -> Literal["dspark", "dflash", "draft_model"]:
+    """What a checkpoint folder holds, by its config.json: a DSpark or DFlash drafter, or a causal LM."""
+    raw = read_json(folder / "config.json")
+    flat = _flatten(raw)
+    if _is_dspark(flat):
+        return "dspark"
+    return "dflash" if "block_size" in flat else "draft_model"
+
+
 def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -1,10 +1,10 @@
 """What `dspark-ray train` can be told, validated once; unknown keys are refused by name. Imports nothing heavy."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dspark_ray.config import DEMO_MODEL, DType
+from dspark_ray.config import DEMO_MODEL, DType, nest_dotted_keys
 
 DraftArchitecture = Literal["dspark", "dflash", "autoregressive"]
 MarkovHeadName = Literal["vanilla", "gated", "rnn"]
@@ -53,7 +53,7 @@ class CorpusConfig(_Section):
     max_reply_tokens: int = Field(256, ge=1)
     min_reply_tokens: int = Field(8, ge=1, description="shorter replies are skipped and counted")
     validation_share: float = Field(0.03, ge=0, lt=1, description="of the prompts, by hash: never trained on")
-    shard_sequences: int = Field(256, ge=1, description="sequences a shard; a finished shard is never made again")
+    shard_sequences: int = Field(128, ge=1, description="sequences between two writes; a shard is never made again")
     concurrency: int = Field(96, ge=1, description="requests that run together")
     num_threads: int = Field(2, ge=1)
     seed: int = Field(0, ge=0, description="of temperatures and patterns; the sampled text itself is not reproducible")
@@ -129,3 +129,8 @@ class TrainingConfig(_Section):
     draft: DraftShapeConfig = Field(default_factory=DraftShapeConfig)
     optimisation: OptimisationConfig = Field(default_factory=OptimisationConfig)
     trainer: TrainerConfig = Field(default_factory=TrainerConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _nest_dotted_keys(cls, data: Any) -> Any:
+        return nest_dotted_keys(data) if isinstance(data, dict) else data

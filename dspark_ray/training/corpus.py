@@ -6,10 +6,10 @@ the target writes (the chat template's user header is all it is given).
 
 import asyncio
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -19,6 +19,9 @@ import numpy as np
 
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.engine import Engine
+from dspark_ray.engine.executor import Executor
+from dspark_ray.engine.local_executor import LocalExecutor
+from dspark_ray.models.files import replace_text
 from dspark_ray.models.resolve import resolve_model
 from dspark_ray.offline import Completion, complete, load_tokenizer, open_engine
 from dspark_ray.request import GenerationRequest, SamplingParams
@@ -54,13 +57,24 @@ class CorpusCounts:
 Report = Callable[[CorpusCounts], None]
 
 
-def make_corpus(teacher: TeacherConfig, config: CorpusConfig, folder: Path, report: Report) -> CorpusCounts:
+@dataclass(frozen=True, slots=True)
+class TargetPool:
+    """The engines that write the corpus; the requests are spread over them."""
+
+    new_executor: Callable[[AppConfig], Executor] = LocalExecutor
+    num_engines: int = 1
+
+
+def make_corpus(
+    teacher: TeacherConfig, config: CorpusConfig, folder: Path, report: Report, pool: TargetPool | None = None
+) -> CorpusCounts:
     """Fill `folder` up to `num_reply_tokens`; `report` is called every few seconds and at the end.
 
-    Ends early where the files are used up and nothing is synthesised. Raises ConfigError for unreadable files.
+    Ends early where the files are used up and nothing is synthesised; interrupted, it keeps what is finished. Raises
+    ConfigError for unreadable files. Args: pool: default: one engine in this process.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    return asyncio.run(_CorpusRun(teacher, config, folder, report).run())
+    return asyncio.run(_CorpusRun(teacher, config, folder, report).run(pool or TargetPool()))
 
 
 class _CorpusRun:
@@ -76,15 +90,25 @@ class _CorpusRun:
         self._last_report = time.monotonic()
         self._began = time.monotonic() - self._counts.seconds
 
-    async def run(self) -> CorpusCounts:
-        if not self._done:
-            async with open_engine(_engine_config(self._teacher, self._config)) as engine, asyncio.TaskGroup() as group:
-                for _ in range(self._config.concurrency):
-                    group.create_task(self._fill(engine))
-        for split in self._buffers:
-            self._flush(split)
+    async def run(self, pool: TargetPool) -> CorpusCounts:
+        try:
+            if not self._done:
+                await self._generate(pool)
+        finally:
+            self._flush()
         self._report(self._counts)
         return self._counts
+
+    async def _generate(self, pool: TargetPool) -> None:
+        config = _engine_config(self._teacher, self._config)
+        async with AsyncExitStack() as stack:
+            engines = [
+                await stack.enter_async_context(open_engine(config, pool.new_executor(config)))
+                for _ in range(pool.num_engines)
+            ]
+            async with asyncio.TaskGroup() as group:
+                for index in range(self._config.concurrency * pool.num_engines):
+                    group.create_task(self._fill(engines[index % pool.num_engines]))
 
     @property
     def _done(self) -> bool:
@@ -137,16 +161,17 @@ class _CorpusRun:
         self._counts.add(split, sequence)
         self._counts.seconds = time.monotonic() - self._began
         self._buffers[split].append(sequence)
-        if len(self._buffers[split]) >= self._config.shard_sequences:
-            self._flush(split)
+        if sum(map(len, self._buffers.values())) >= self._config.shard_sequences:
+            self._flush()
         if time.monotonic() - self._last_report > REPORT_SECONDS:
             self._last_report = time.monotonic()
             self._report(self._counts)
 
-    def _flush(self, split: Split) -> None:
-        """Write what is buffered as the split's next shard, then what the corpus is."""
-        if self._buffers[split]:
-            write_shard(shard_path(self._folder, split, num_shards(self._folder, split)), self._buffers[split])
+    def _flush(self) -> None:
+        """Write what is buffered as the next shard of each split, then what the corpus is."""
+        for split, sequences in self._buffers.items():
+            if sequences:
+                write_shard(shard_path(self._folder, split, num_shards(self._folder, split)), sequences)
             self._buffers[split] = []
         _write_provenance(self._folder / PROVENANCE_FILE, self._teacher, self._config, self._counts)
 
@@ -211,6 +236,4 @@ def _write_provenance(path: Path, teacher: TeacherConfig, config: CorpusConfig, 
         "seconds": round(counts.seconds, 1),
         "config": config.model_dump(mode="json"),
     }
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    replace_text(path, json.dumps(content, indent=2) + "\n")

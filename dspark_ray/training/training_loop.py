@@ -39,6 +39,11 @@ class TrainingRecord:
     def to_json(self) -> str:
         return json.dumps({name: _rounded(value) for name, value in asdict(self).items()})
 
+    @classmethod
+    def from_json(cls, line: str) -> "TrainingRecord":
+        data = json.loads(line)
+        return cls(**{**data, "acceptance": tuple(data["acceptance"])})
+
 
 @dataclass(frozen=True, slots=True)
 class LoopHooks:

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from dspark_ray.algorithm.calibration import SequentialTemperatureScaling
+from dspark_ray.algorithm.mode_calibration import ModeCalibration
 from dspark_ray.algorithm.proposal import DraftProposal
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.drafters.dspark import DSparkDrafter
@@ -211,7 +212,7 @@ def test_sampled_drafts_vary_and_coupled_drafts_depend_on_the_seed_alone(folder:
 def test_calibration_rescales_confidences_and_not_drafts(folder: Path) -> None:
     plain = Steps(_drafter(folder))(_row("a", 0, 6))["a"]
     scaling = SequentialTemperatureScaling((2.0, 2.0, 2.0, 0.5, 0.5))
-    scaled = Steps(_drafter(folder, calibration=scaling))(_row("a", 0, 6))["a"]
+    scaled = Steps(_drafter(folder, calibration=ModeCalibration.of_all_modes(scaling)))(_row("a", 0, 6))["a"]
     assert scaled.tokens.tolist() == plain.tokens.tolist()
     logits = np.log(plain.confidences / (1 - plain.confidences))
     np.testing.assert_allclose(scaled.confidences, scaling.apply(logits), atol=1e-4)

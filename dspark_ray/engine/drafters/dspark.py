@@ -22,9 +22,9 @@ from dspark_ray.models.draft_model import DSparkDraftModel, block_tokens
 
 
 class Calibration(Protocol):
-    """Maps confidence logits [..., K] to calibrated conditionals c_k (paper 3.2.1)."""
+    """Maps confidence logits [R, K] to calibrated conditionals c_k, given how each row is sampled (paper 3.2.1)."""
 
-    def apply(self, confidence_logits: np.ndarray) -> np.ndarray: ...
+    def apply(self, confidence_logits: np.ndarray, columns: SamplingColumns) -> np.ndarray: ...
 
 
 class DSparkDrafter:
@@ -95,7 +95,7 @@ class DSparkDrafter:
             positions,
             np.where(finite, self._num_draft_tokens, 0),
             samples,
-            self._confidences(hidden, anchors, samples),
+            self._confidences(hidden, anchors, samples, columns),
             columns,
         )
 
@@ -137,7 +137,7 @@ class DSparkDrafter:
         return samples
 
     def _confidences(
-        self, hidden: torch.Tensor, anchors: torch.Tensor, samples: list[DraftSample]
+        self, hidden: torch.Tensor, anchors: torch.Tensor, samples: list[DraftSample], columns: SamplingColumns
     ) -> np.ndarray:  # [R, K]
         """c_k of equation 7, calibrated. Without a head max_v q_k(v), which like the head sees x_<k but never x_k, so
         that admission by it stays exact (Appendix A)."""
@@ -150,7 +150,7 @@ class DSparkDrafter:
             embedding = None if model.markov_head is None else model.markov_head.markov_w1(previous)
             logits = model.confidence_head(hidden, embedding).float()
         if self._calibration is not None:
-            return np.asarray(self._calibration.apply(logits.cpu().numpy()))
+            return self._calibration.apply(logits.cpu().numpy(), columns)
         return torch.sigmoid(logits).cpu().numpy()
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:

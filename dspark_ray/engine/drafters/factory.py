@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from dspark_ray.algorithm.calibration import SequentialTemperatureScaling
+from dspark_ray.algorithm.mode_calibration import ModeCalibration
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.drafters.base import Drafter
 from dspark_ray.engine.drafters.draft_model import DraftModelDrafter
@@ -85,17 +85,17 @@ def _build_draft_model(config: AppConfig, folder: str, target_folder: str) -> Dr
     )
 
 
-def _calibration(config: AppConfig, folder: str, num_draft_tokens: int) -> SequentialTemperatureScaling | None:
+def _calibration(config: AppConfig, folder: str, num_draft_tokens: int) -> ModeCalibration | None:
     path = Path(config.drafter.calibration or Path(folder) / CALIBRATION_FILE)
     if config.drafter.calibration is None and not path.is_file():
         logger.warning(
             "confidences are not calibrated: no %s in %s; they are used as they are", CALIBRATION_FILE, folder
         )
         return None
-    calibration = SequentialTemperatureScaling.load(path)
-    if len(calibration.temperatures) < num_draft_tokens:
+    calibration = ModeCalibration.load(path)
+    if calibration.num_draft_tokens < num_draft_tokens:
         raise ConfigError(
-            f"{path} covers {len(calibration.temperatures)} draft positions, but {num_draft_tokens} are drafted; "
+            f"{path} covers {calibration.num_draft_tokens} draft positions, but {num_draft_tokens} are drafted; "
             "calibrate this drafter again or lower num_draft_tokens"
         )
     return calibration
