@@ -1,5 +1,7 @@
 """Sequential Temperature Scaling: confidences that mean what they say, left to right (paper 3.2.1).
 
+A temperature cannot move a confidence across one half; where drafts are judged more strictly than they were trained to
+be, a shift of the log-odds at each position can (Platt, 1999), and keeps the order of drafts as a temperature does.
 Fits and applies; where the validation drafts come from is not its business. Letters: S validation drafts, K positions.
 """
 
@@ -16,23 +18,27 @@ from dspark_ray.errors import ConfigError
 
 STS_KIND = "sequential_temperature_scaling"
 _BINS = 15
+_MAX_SHIFT = 12.0
+_BISECTIONS = 40
 
 
 @dataclass(frozen=True, slots=True)
 class SequentialTemperatureScaling:
-    """One temperature a draft position, and the record of how it was fitted."""
+    """One temperature a draft position, perhaps a shift, and the record of how they were fitted."""
 
     temperatures: tuple[float, ...]  # K
     num_samples: int = 0
     ece_before: tuple[float, ...] = ()  # K, of the cumulative product at each position
     ece_after: tuple[float, ...] = ()  # K
     provenance: Mapping[str, str] = field(default_factory=dict)  # data, model, drafter, versions
+    shifts: tuple[float, ...] = ()  # K, added to the scaled logits; empty: the paper's, none
 
     def __post_init__(self) -> None:
         positive = bool(self.temperatures) and all(np.isfinite(t) and t > 0 for t in self.temperatures)
         _require(positive, "temperatures", "one or more positive numbers", self.temperatures)
-        for name, values in (("ece_before", self.ece_before), ("ece_after", self.ece_after)):
-            fits = not values or len(values) == len(self.temperatures)
+        for name in ("ece_before", "ece_after", "shifts"):
+            values = getattr(self, name)
+            fits = (not values or len(values) == len(self.temperatures)) and bool(np.isfinite(values).all())
             _require(fits, name, f"{len(self.temperatures)} numbers, one a temperature, or empty", values)
 
     @classmethod
@@ -43,27 +49,30 @@ class SequentialTemperatureScaling:
     def apply(self, confidence_logits: np.ndarray | torch.Tensor) -> np.ndarray:
         """Calibrated conditional confidences from logits [..., k] with k <= K; float32 of the same shape."""
         logits = _array(confidence_logits)
-        return _sigmoid(logits / self._scale(logits.shape[-1])).astype(np.float32)
+        return self._calibrated(logits)
 
     def apply_confidences(self, confidences: np.ndarray | torch.Tensor) -> np.ndarray:
         """The same from probabilities [..., k]; 0, 1 and NaN stay what they are."""
         values = _array(confidences)
         with np.errstate(divide="ignore"):
             logits = np.log(values) - np.log1p(-values)
-        return _sigmoid(logits / self._scale(values.shape[-1])).astype(np.float32)
+        return self._calibrated(logits)
 
-    def _scale(self, width: int) -> np.ndarray:
+    def _calibrated(self, logits: np.ndarray) -> np.ndarray:
+        width = logits.shape[-1]
         if width > len(self.temperatures):
             raise ConfigError(
                 f"calibration covers {len(self.temperatures)} draft positions but the drafter proposes {width}; "
                 "fit it again for this drafter"
             )
-        return np.asarray(self.temperatures[:width])
+        scaled = logits / np.asarray(self.temperatures[:width])
+        return _sigmoid(scaled + np.asarray(self.shifts[:width]) if self.shifts else scaled).astype(np.float32)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-able."""
         return {
             "temperatures": list(self.temperatures),
+            "shifts": list(self.shifts),
             "num_samples": self.num_samples,
             "ece_before": list(self.ece_before),
             "ece_after": list(self.ece_after),
@@ -91,6 +100,7 @@ class SequentialTemperatureScaling:
             _numbers("ece_before", data.get("ece_before", [])),
             _numbers("ece_after", data.get("ece_after", [])),
             {key: str(value) for key, value in provenance.items()},
+            _numbers("shifts", data.get("shifts", [])),
         )
 
     def save(self, path: str | Path) -> None:
@@ -112,10 +122,13 @@ def fit_sts(
     accepted: np.ndarray | torch.Tensor,  # [S] accepted drafts of each block, or [S, K] whether each position was
     grid: np.ndarray | None = None,
     provenance: Mapping[str, str] | None = None,
+    *,
+    shifted: bool = False,
 ) -> SequentialTemperatureScaling:
     """Fit one temperature a position, left to right, each minimising the ECE of the cumulative product (3.2.1).
 
     The drafts must have been verified in full: lengths that a scheduler chose would hide the rejections it avoided.
+    Args: shifted: give every temperature the shift that makes the mean of the product what was observed.
     """
     logits = _array(confidence_logits)
     survived = _prefix_accepted(_array(accepted), logits.shape[1])
@@ -126,20 +139,54 @@ def fit_sts(
     candidates = np.geomspace(0.125, 8.0, 97) if grid is None else np.asarray(grid, dtype=np.float64)
     # Nearest to 1 first: where several temperatures are equally good, change least.
     candidates = candidates[np.argsort(np.abs(np.log(candidates)), kind="stable")]
-    temperatures, ece_after = [], []
+    fits: list[_PositionFit] = []
     fixed = np.ones(len(logits))
     for position in range(logits.shape[1]):
-        scores = logits[:, position]
-        errors = [expected_calibration_error(fixed * _sigmoid(scores / t), survived[:, position]) for t in candidates]
-        best = int(np.argmin(errors))
-        temperatures.append(float(candidates[best]))
-        ece_after.append(float(errors[best]))
-        fixed = fixed * _sigmoid(scores / candidates[best])
+        best = min(
+            (_fit_position(logits[:, position], fixed, survived[:, position], t, shifted) for t in candidates),
+            key=lambda fit: fit.error,
+        )
+        fits.append(best)
+        fixed = best.product
     raw = np.cumprod(_sigmoid(logits), axis=1)
     ece_before = tuple(expected_calibration_error(raw[:, k], survived[:, k]) for k in range(logits.shape[1]))
     return SequentialTemperatureScaling(
-        tuple(temperatures), len(logits), ece_before, tuple(ece_after), dict(provenance or {})
+        tuple(fit.temperature for fit in fits),
+        len(logits),
+        ece_before,
+        tuple(fit.error for fit in fits),
+        dict(provenance or {}),
+        tuple(fit.shift for fit in fits) if shifted else (),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _PositionFit:
+    temperature: float
+    shift: float
+    product: np.ndarray  # [S] predicted survival up to and with this position
+    error: float
+
+
+def _fit_position(
+    logits: np.ndarray, fixed: np.ndarray, survived: np.ndarray, temperature: float, shifted: bool
+) -> _PositionFit:
+    scaled = logits / temperature
+    shift = _balancing_shift(scaled, fixed, float(survived.sum())) if shifted else 0.0
+    product = fixed * _sigmoid(scaled + shift)
+    return _PositionFit(float(temperature), shift, product, expected_calibration_error(product, survived))
+
+
+def _balancing_shift(scaled: np.ndarray, fixed: np.ndarray, num_survived: float) -> float:
+    """The shift at which as many drafts are predicted to survive as did; by bisection, the sum being monotone."""
+    low, high = -_MAX_SHIFT, _MAX_SHIFT
+    for _ in range(_BISECTIONS):
+        middle = (low + high) / 2
+        if float((fixed * _sigmoid(scaled + middle)).sum()) < num_survived:
+            low = middle
+        else:
+            high = middle
+    return (low + high) / 2
 
 
 def expected_calibration_error(predicted: np.ndarray, observed: np.ndarray, bins: int = _BINS) -> float:

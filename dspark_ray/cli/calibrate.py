@@ -6,6 +6,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 from transformers.utils.logging import disable_progress_bar
@@ -64,13 +65,18 @@ def _prompts(args: Namespace, config: AppConfig, folder: Path) -> tuple[Prompts,
 def print_calibration(reports: dict[CalibrationMode, ModeReport]) -> None:
     """A table a mode: error of the survival at each position on the held-out half."""
     for mode, each in reports.items():
-        rows = Table("position", "temperature", "ECE raw", "ECE", "AUC", title=f"{mode}, {each.num_held_out} drafts")
-        columns = zip(each.table.temperatures, each.ece_before, each.ece_after, each.auc, strict=True)
-        for position, (temperature, before, after, auc) in enumerate(columns, start=1):
-            shown = "-" if auc is None else f"{auc:.3f}"
-            rows.add_row(str(position), f"{temperature:.2f}", f"{before:.1%}", f"{after:.1%}", shown)
-        before, after = each.mean_ece
-        rows.add_row("mean", "", f"{before:.1%}", f"{after:.1%}", "")
+        rows = Table("position", "temperature", "shift", "ECE raw", "ECE unshifted", "ECE", "AUC")
+        rows.title = f"{mode}, {each.num_held_out} held-out drafts"
+        table, errors = each.table, (each.ece_before, each.ece_unshifted, each.ece_after)
+        for k, auc in enumerate(each.auc):
+            rows.add_row(
+                str(k + 1),
+                f"{table.temperatures[k]:.2f}",
+                f"{table.shifts[k]:+.2f}",
+                *(f"{error[k]:.1%}" for error in errors),
+                "-" if auc is None else f"{auc:.3f}",
+            )
+        rows.add_row("mean", "", "", *(f"{np.mean(error):.1%}" for error in errors), "")
         Console().print(rows)
 
 
@@ -81,7 +87,9 @@ def calibration_summary(reports: dict[CalibrationMode, ModeReport]) -> dict[str,
         modes[mode] = {
             "held_out_drafts": each.num_held_out,
             "temperatures": [round(value, 4) for value in each.table.temperatures],
+            "shifts": [round(value, 4) for value in each.table.shifts],
             "ece_before": [round(value, 5) for value in each.ece_before],
+            "ece_unshifted": [round(value, 5) for value in each.ece_unshifted],
             "ece_after": [round(value, 5) for value in each.ece_after],
             "mean_ece_before": round(before, 5),
         }

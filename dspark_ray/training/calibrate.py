@@ -30,6 +30,7 @@ class ModeReport:
     table: SequentialTemperatureScaling
     num_held_out: int
     ece_before: tuple[float, ...]  # K, of the survival at each position
+    ece_unshifted: tuple[float, ...]  # K, by temperatures alone, as in the paper
     ece_after: tuple[float, ...]  # K
     auc: tuple[float | None, ...]  # K, of the raw survival
     before: tuple[Reliability, ...]  # K
@@ -78,15 +79,19 @@ def report_mode(fitted: DraftOutcomes, held_out: DraftOutcomes, provenance: Mapp
             f"the prompts gave {len(fitted)} and {len(held_out)} drafts verified in full, expected at least "
             f"{MIN_DRAFTS} in each half; give more prompts or longer replies"
         )
-    table = fit_sts(fitted.logits, fitted.accepted, provenance=provenance)
+    table = fit_sts(fitted.logits, fitted.accepted, provenance=provenance, shifted=True)
+    unshifted = fit_sts(fitted.logits, fitted.accepted)
     raw = np.cumprod(held_out.confidences, axis=1)
-    calibrated = np.cumprod(table.apply(held_out.logits).astype(np.float64), axis=1)
+    calibrated, scaled = (
+        np.cumprod(each.apply(held_out.logits).astype(np.float64), axis=1) for each in (table, unshifted)
+    )
     survived = np.arange(held_out.num_draft_tokens) < held_out.accepted[:, None]
     columns = range(held_out.num_draft_tokens)
     return ModeReport(
         table,
         len(held_out),
         tuple(expected_calibration_error(raw[:, k], survived[:, k]) for k in columns),
+        tuple(expected_calibration_error(scaled[:, k], survived[:, k]) for k in columns),
         tuple(expected_calibration_error(calibrated[:, k], survived[:, k]) for k in columns),
         tuple(roc_auc(raw[:, k], survived[:, k]) for k in columns),
         tuple(reliability(raw[:, k], survived[:, k]) for k in columns),

@@ -103,6 +103,8 @@ def test_a_calibration_survives_its_file(tmp_path: Path) -> None:
         ({"ece_before": [0.1]}, "ece_before"),
         ({"ece_after": 3}, "ece_after"),
         ({"provenance": 3}, "provenance"),
+        ({"shifts": [0.5]}, "shifts"),
+        ({"shifts": [0.5, float("nan")]}, "shifts"),
         ({"kind": "cost_table"}, "kind"),
     ],
 )
@@ -116,3 +118,24 @@ def test_a_wrong_field_is_named(tmp_path: Path, change: dict[str, object], field
 def test_fitting_without_matching_data_is_refused() -> None:
     with pytest.raises(ValueError, match="one acceptance for each of 4 drafts"):
         fit_sts(np.zeros((4, 2)), np.zeros(3))
+
+
+def test_a_shift_mends_what_no_temperature_can() -> None:
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0.5, 1.0, (40_000, 2))
+    accepted = rng.random((40_000, 2)) < 1 / (1 + np.exp(-(logits / 2.0 - 1.5)))
+    unshifted, shifted = (fit_sts(logits, accepted, shifted=flag) for flag in (False, True))
+    assert unshifted.shifts == ()
+    assert min(unshifted.ece_after) > 0.03
+    assert max(shifted.ece_after) < 0.01
+    assert shifted.shifts == pytest.approx((-1.5, -1.5), abs=0.1)
+    assert shifted.temperatures[0] == pytest.approx(2.0, rel=0.2)
+    again = SequentialTemperatureScaling.from_json(shifted.to_json())
+    assert (again.apply(logits) == shifted.apply(logits)).all()
+    assert (np.diff(shifted.apply(np.sort(logits, axis=0)), axis=0) >= 0).all(), "the order of drafts is kept"
+
+
+def test_shifts_of_drafts_that_never_survive_stay_finite() -> None:
+    table = fit_sts(np.zeros((50, 3)), np.zeros(50), shifted=True)
+    assert np.isfinite(table.shifts).all()
+    assert table.apply(np.zeros(3))[0] < 1e-4
