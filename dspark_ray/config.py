@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-DrafterKind = Literal["dspark", "dflash", "draft_model", "ngram", "none"]
+DrafterKind = Literal["dspark", "dflash", "autoregressive", "draft_model", "ngram", "none"]
 Policy = Literal["adaptive", "algorithm1", "static", "threshold", "none"]
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 
@@ -58,6 +58,11 @@ class DrafterConfig(_Section):
     ngram_max: int = Field(4, ge=1)
     calibration: str | None = Field(None, description="calibration.json; default: the one beside the checkpoint")
     step_timeout_seconds: float = Field(30.0, gt=0, description="a drafter that stalls a step this long is replaced")
+
+    @property
+    def reads_features(self) -> bool:
+        """The drafter is a network over hidden states of the target, not over tokens alone."""
+        return self.kind in ("dspark", "dflash", "autoregressive")
 
     @model_validator(mode="after")
     def _ngram_order(self) -> "DrafterConfig":

@@ -222,6 +222,11 @@ def _check_exact(commands: Any) -> None:
     parser.add_argument(
         "--dflash", metavar="FOLDER", help="DFlash drafter (default: the DSpark drafter without its heads)"
     )
+    parser.add_argument(
+        "--autoregressive",
+        metavar="FOLDER",
+        help="autoregressive drafter (default: untrained, of the target's last layer)",
+    )
     add_config_options(parser, policy=False)
     parser.set_defaults(dtype="float32")
 

@@ -21,9 +21,12 @@ from dspark_ray.cli.progress import advancing, progress_bar
 from dspark_ray.config import DEMO_DRAFTER, AppConfig
 from dspark_ray.errors import ConfigError
 from dspark_ray.exactness import Mode, Outcome, Prompt, Reference, check_engine, read_prompts
+from dspark_ray.models.checkpoints import save_draft_model
 from dspark_ray.models.derive import first_layers, without_heads
 from dspark_ray.models.resolve import resolve_drafter, resolve_model
 from dspark_ray.offline import load_tokenizer
+from dspark_ray.training.config import DraftShapeConfig
+from dspark_ray.training.initialisation import draft_config_json, new_draft_model
 
 DRAFT_LM_SHARE = 0.8  # of the target's layers, from the first: it agrees with the target about every other token
 
@@ -92,16 +95,25 @@ def variants_of(args: Namespace) -> Iterator[Variant]:
 
 
 def derive_drafters(config: AppConfig, target: Path, args: Namespace, scratch: Path) -> Drafters:
-    """The DSpark drafter as configured; a DFlash drafter and a draft LM as given, else cut out of what there is."""
+    """The DSpark drafter as configured; the others as given, else cut out of what there is."""
     folders: dict[str, str] = {}
     if {"dspark", "dflash"} & set(args.drafters):
         dspark = resolve_drafter(config.drafter.model_copy(update={"kind": "dspark"}), config.target.model)
         folders["dspark"] = str(dspark or DEMO_DRAFTER)
     if "dflash" in args.drafters:
         folders["dflash"] = args.dflash or str(without_heads(Path(folders["dspark"]), scratch / "dflash"))
+    if "autoregressive" in args.drafters:
+        folders["autoregressive"] = args.autoregressive or str(untrained(target, scratch / "autoregressive"))
     if "draft_model" in args.drafters:
         folders["draft_model"] = args.draft_lm or str(_default_draft_lm(target, scratch / "draft_lm"))
     return Drafters(folders)
+
+
+def untrained(target: Path, out: Path) -> Path:
+    """An autoregressive drafter that starts from the target's last layer: it drafts badly, but not nothing."""
+    config = draft_config_json(target, DraftShapeConfig(architecture="autoregressive"), mask_token_id=0)
+    save_draft_model(new_draft_model(target, config, None, seed=0), config, out)
+    return out
 
 
 def _default_draft_lm(target: Path, out: Path) -> Path:

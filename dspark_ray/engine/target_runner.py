@@ -38,7 +38,7 @@ def resolve_num_draft_tokens(config: AppConfig) -> int:
     drafter = config.drafter
     if drafter.kind == "none":
         return 0
-    if drafter.kind in ("dspark", "dflash"):
+    if drafter.reads_features:
         folder = str(resolve_drafter(drafter, config.target.model))
         return read_draft_config(folder).resolve_num_draft_tokens(drafter.num_draft_tokens)
     return drafter.num_draft_tokens or DEFAULT_DRAFT_TOKENS
@@ -101,7 +101,7 @@ class TargetRunner:
     def _load_projection(self, dtype: torch.dtype) -> None:
         """Rank 0 carries the drafter's fc and hidden_norm, so that d numbers a token travel instead of m x d."""
         drafter = self._config.drafter
-        if drafter.kind not in ("dspark", "dflash") or self._rank != 0:
+        if not drafter.reads_features or self._rank != 0:
             return
         folder = str(resolve_drafter(drafter, self._config.target.model))
         layers = read_draft_config(folder).target_layer_ids

@@ -1,4 +1,4 @@
-"""Draft checkpoints on disk: safetensors from and into DSparkDraftModel, every wrong, missing or extra tensor named.
+"""Draft checkpoints on disk: safetensors from and into a draft network, every wrong, missing or extra tensor named.
 
 Never reads pickles. What a checkpoint leaves out of embed_tokens and lm_head is the target's, of which only these two
 tensors are read.
@@ -18,6 +18,7 @@ from torch import nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from dspark_ray.errors import CheckpointError
+from dspark_ray.models.autoregressive_draft import AutoregressiveDraftModel, DraftNetwork, build_network
 from dspark_ray.models.draft_config import DraftConfig, check_against_target, read_draft_config, read_json
 from dspark_ray.models.draft_model import DSparkDraftModel, FeatureProjection
 
@@ -35,7 +36,27 @@ class TargetEmbeddings(NamedTuple):
 def load_draft_model(
     folder: str, target: str | TargetEmbeddings | None, *, dtype: torch.dtype, device: torch.device | str
 ) -> DSparkDraftModel:
-    """Load a drafter, frozen and in eval mode.
+    """`load_draft_network` where only a drafter of whole blocks (DSpark or DFlash) will do."""
+    model = load_draft_network(folder, target, dtype=dtype, device=device)
+    if not isinstance(model, DSparkDraftModel):
+        raise CheckpointError(f"{folder} holds an autoregressive drafter: set drafter.kind to autoregressive")
+    return model
+
+
+def load_autoregressive_model(
+    folder: str, target: str | TargetEmbeddings | None, *, dtype: torch.dtype, device: torch.device | str
+) -> AutoregressiveDraftModel:
+    """`load_draft_network` where only an autoregressive drafter will do."""
+    model = load_draft_network(folder, target, dtype=dtype, device=device)
+    if not isinstance(model, AutoregressiveDraftModel):
+        raise CheckpointError(f"{folder} holds a drafter of whole blocks: set drafter.kind to dspark or dflash")
+    return model
+
+
+def load_draft_network(
+    folder: str, target: str | TargetEmbeddings | None, *, dtype: torch.dtype, device: torch.device | str
+) -> DraftNetwork:
+    """Load a drafter of any architecture, frozen and in eval mode.
 
     `target` is the target's folder (the drafter is then checked against its config.json), its embeddings, or None for
     a checkpoint that holds its own. Raises CheckpointError naming fields and tensors.
@@ -48,14 +69,14 @@ def load_draft_model(
     draft_to_target = _vocabulary_map(config, tensors, folder)
     tensors.update(_shared_with_target(config, tensors, target, folder, draft_to_target))
     with torch.device("meta"):
-        model = DSparkDraftModel(config)
+        model = build_network(config)
     assign_tensors(model, tensors, folder, dtype=dtype, device=device)
     model.rotary_emb = Qwen3RotaryEmbedding(config.transformer).to(device)  # float32 whatever dtype the weights have
     model.draft_to_target = None if draft_to_target is None else draft_to_target.to(device)
     return model
 
 
-def save_draft_model(model: DSparkDraftModel, config_json: dict[str, Any], folder: Path) -> None:
+def save_draft_model(model: DraftNetwork, config_json: dict[str, Any], folder: Path) -> None:
     """Write `folder` whole or not at all: config.json and bfloat16 weights in the DeepSpec layout.
 
     embed_tokens and lm_head, which are the target's, are left out; a pruned vocabulary adds d2t (offsets) and t2d

@@ -14,6 +14,7 @@ from transformers import Qwen3Config
 from dspark_ray.errors import CheckpointError, ConfigError, UnsupportedModelError
 
 MarkovHeadType = Literal["vanilla", "gated", "rnn"]
+CheckpointKind = Literal["dspark", "dflash", "autoregressive", "draft_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,8 @@ class DraftConfig:
 
     transformer: Qwen3Config  # sizes, RoPE and norms of the draft layers
     block_size: int
-    mask_token_id: int
+    autoregressive: bool  # one token after another, each from the layer's own output for the one before: no masks
+    mask_token_id: int | None  # None: autoregressive
     target_layer_ids: tuple[int, ...]  # i: output of decoder layer i, -1: embeddings
     num_target_layers: int | None  # None: the checkpoint does not say
     sample_from_anchor: bool  # the anchor position predicts the first draft (DSpark), or the first mask does (DFlash)
@@ -88,10 +90,12 @@ def read_draft_config(folder: str) -> DraftConfig:
     return parse_draft_config(read_json(Path(folder) / "config.json"))
 
 
-def checkpoint_kind(folder: Path) -> Literal["dspark", "dflash", "draft_model"]:
-    """What a checkpoint folder holds, by its config.json: a DSpark or DFlash drafter, or a causal LM."""
+def checkpoint_kind(folder: Path) -> CheckpointKind:
+    """What a checkpoint folder holds, by its config.json: a drafter over features, or a causal LM."""
     raw = read_json(folder / "config.json")
     flat = _flatten(raw)
+    if _is_autoregressive(flat):
+        return "autoregressive"
     if _is_dspark(flat):
         return "dspark"
     return "dflash" if "block_size" in flat else "draft_model"
@@ -113,7 +117,7 @@ def parse_draft_config(raw: dict[str, Any]) -> DraftConfig:
     """Check a config.json of any dialect."""
     flat = _flatten(raw)
     transformer = _transformer_config(flat)
-    is_dspark = _is_dspark(flat)
+    is_dspark, autoregressive = _is_dspark(flat), _is_autoregressive(flat)
     head_type, rank = _markov_head(flat)
     has_confidence = bool(flat.get("enable_confidence_head", is_dspark))
     with_markov = has_confidence and bool(flat.get("confidence_head_with_markov", rank > 0))
@@ -122,10 +126,11 @@ def parse_draft_config(raw: dict[str, Any]) -> DraftConfig:
     config = DraftConfig(
         transformer=transformer,
         block_size=_integer(flat, "block_size", least=1),
-        mask_token_id=_integer(flat, "mask_token_id", least=0),
+        autoregressive=autoregressive,
+        mask_token_id=None if autoregressive else _integer(flat, "mask_token_id", least=0),
         target_layer_ids=_layer_ids(flat),
         num_target_layers=_integer(flat, "num_target_layers", least=1) if "num_target_layers" in flat else None,
-        sample_from_anchor=bool(flat.get("sample_from_anchor", is_dspark)),
+        sample_from_anchor=bool(flat.get("sample_from_anchor", is_dspark or autoregressive)),
         target_hidden_size=int(flat.get("target_hidden_size") or transformer.hidden_size),
         draft_vocab_size=int(flat.get("draft_vocab_size") or transformer.vocab_size),
         markov_head_type=head_type,
@@ -180,6 +185,10 @@ def _is_dspark(flat: dict[str, Any]) -> bool:
     return "dspark_config" in flat or any("dspark" in name.lower() for name in names)
 
 
+def _is_autoregressive(flat: dict[str, Any]) -> bool:
+    return any("autoregressive" in name.lower() for name in flat.get("architectures", []))
+
+
 def _transformer_config(flat: dict[str, Any]) -> Qwen3Config:
     model_type = flat.get("model_type", "qwen3")
     if model_type != "qwen3":
@@ -226,7 +235,9 @@ def _layer_ids(flat: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _check_ranges(config: DraftConfig) -> None:
-    if config.mask_token_id >= config.vocab_size:
+    if config.autoregressive:
+        _check_autoregressive(config)
+    if config.mask_token_id is not None and config.mask_token_id >= config.vocab_size:
         raise CheckpointError(f"mask_token_id is {config.mask_token_id}, but vocab_size is {config.vocab_size}")
     if config.max_draft_tokens < 1:
         raise CheckpointError("block_size is 1 with sample_from_anchor false: the block predicts nothing")
@@ -241,6 +252,18 @@ def _check_ranges(config: DraftConfig) -> None:
         check_layer_range(config.target_layer_ids, config.num_target_layers)
     elif config.target_layer_ids[0] < -1:
         raise CheckpointError(f"target_layer_ids contains {config.target_layer_ids[0]}; the least is -1 (embeddings)")
+
+
+def _check_autoregressive(config: DraftConfig) -> None:
+    """An autoregressive drafter is one layer without heads, and its anchor predicts the first draft."""
+    for field, got, expected in (
+        ("num_hidden_layers", config.num_layers, 1),
+        ("markov_rank", config.markov_rank, 0),
+        ("enable_confidence_head", config.has_confidence_head, False),
+        ("sample_from_anchor", config.sample_from_anchor, True),
+    ):
+        if got != expected:
+            raise CheckpointError(f"{field} is {got}, but an autoregressive drafter has {field} {expected}")
 
 
 def _integer(flat: dict[str, Any], field: str, *, least: int) -> int:

@@ -36,17 +36,18 @@ def project_features(fc: nn.Linear, norm: nn.Module, taps: torch.Tensor) -> torc
 class DraftAttention(nn.Module):
     """Equation 3: block queries over cached context K/V and the block's own, all from the same projections."""
 
-    def __init__(self, config: DraftConfig, layer: int) -> None:
+    def __init__(self, config: DraftConfig, layer: int, input_size: int | None = None) -> None:
+        """`input_size`: of what is projected to queries, keys and values; default: the hidden size."""
         super().__init__()
         self.layer = layer
         self.head_dim = config.head_dim
         self.scaling = config.head_dim**-0.5
-        inner, hidden_size = config.transformer, config.hidden_size
+        inner, input_size = config.transformer, input_size or config.hidden_size
         query_size, kv_size = inner.num_attention_heads * self.head_dim, config.num_kv_heads * self.head_dim
-        self.q_proj = nn.Linear(hidden_size, query_size, bias=inner.attention_bias)
-        self.k_proj = nn.Linear(hidden_size, kv_size, bias=inner.attention_bias)
-        self.v_proj = nn.Linear(hidden_size, kv_size, bias=inner.attention_bias)
-        self.o_proj = nn.Linear(query_size, hidden_size, bias=inner.attention_bias)
+        self.q_proj = nn.Linear(input_size, query_size, bias=inner.attention_bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=inner.attention_bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=inner.attention_bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=inner.attention_bias)
         self.q_norm = Qwen3RMSNorm(self.head_dim, inner.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(self.head_dim, inner.rms_norm_eps)
 
@@ -117,8 +118,7 @@ class DSparkDraftModel(nn.Module):
         return project_features(self.fc, self.hidden_norm, taps)
 
     def new_cache(self, num_slots: int) -> KVCache:
-        config, weight = self.config, self.norm.weight
-        return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, weight.dtype, weight.device)
+        return new_draft_cache(self.config, num_slots, self.norm.weight)
 
     def append_context(
         self,
@@ -129,7 +129,7 @@ class DSparkDraftModel(nn.Module):
     ) -> None:
         """Write the context K/V of every layer (first half of equation 3)."""
         context = context.to(self.norm.weight.dtype)
-        rotation = self._rotation(context, positions)
+        rotation = rotation_at(self.rotary_emb, context, positions)
         for layer in self.layers:
             assert isinstance(layer, DraftLayer)
             layer.write_context(context, rotation, slots, cache)
@@ -143,14 +143,10 @@ class DSparkDraftModel(nn.Module):
     ) -> torch.Tensor:  # [R, gamma, d] after the final norm
         """The parallel stage (paper 3.1); the block's own K/V is scratch that later writes overwrite."""
         hidden = self.embed_tokens(block_token_ids.reshape(-1))
-        rotation = self._rotation(hidden, positions.reshape(-1))
+        rotation = rotation_at(self.rotary_emb, hidden, positions.reshape(-1))
         for layer in self.layers:
             hidden = layer(hidden, rotation, batch, cache)
         return self.norm(hidden).view(*block_token_ids.shape, -1)
-
-    def _rotation(self, hidden: torch.Tensor, positions: torch.Tensor) -> Rotation:
-        cos, sin = self.rotary_emb(hidden, positions[None])
-        return cos[0], sin[0]
 
     def predictions(self, hidden: torch.Tensor, num_draft_tokens: int) -> torch.Tensor:  # [R, K, d]
         """The positions h_1 .. h_K that predict the drafts: anchor and masks (DSpark) or the masks alone (DFlash)."""
@@ -161,15 +157,30 @@ class DSparkDraftModel(nn.Module):
         return self.lm_head(hidden)
 
     def target_logits(self, logits: torch.Tensor) -> torch.Tensor:  # [..., V] -> [..., target vocabulary]
-        """Logits over the target's vocabulary: -inf for tokens that a pruned draft vocabulary lacks."""
-        if self.draft_to_target is None:
-            return logits
-        full = logits.new_full((*logits.shape[:-1], self.config.vocab_size), float("-inf"))
-        return full.index_copy_(-1, self.draft_to_target, logits)
+        return whole_vocabulary(logits, self.draft_to_target, self.config.vocab_size)
+
+
+def rotation_at(rotary_emb: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> Rotation:
+    """cos and sin [T, D] of packed positions [T]; dtype and device are those of hidden."""
+    cos, sin = rotary_emb(hidden, positions[None])
+    return cos[0], sin[0]
+
+
+def new_draft_cache(config: DraftConfig, num_slots: int, like: torch.Tensor) -> KVCache:
+    return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, like.dtype, like.device)
+
+
+def whole_vocabulary(logits: torch.Tensor, draft_to_target: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
+    """Logits over the target's vocabulary: -inf for tokens that a pruned draft vocabulary lacks."""
+    if draft_to_target is None:
+        return logits
+    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
+    return full.index_copy_(-1, draft_to_target, logits)
 
 
 def block_tokens(anchors: torch.Tensor, config: DraftConfig) -> torch.Tensor:  # [R] -> [R, gamma]
     """Anchor followed by gamma - 1 masks (paper 3.1)."""
+    assert config.mask_token_id is not None
     block = anchors.new_full((len(anchors), config.block_size), config.mask_token_id)
     block[:, 0] = anchors
     return block

@@ -73,7 +73,7 @@ class DraftShapeConfig(_Section):
     """The drafter to be trained."""
 
     architecture: DraftArchitecture = "dspark"
-    num_layers: int = Field(2, ge=1)
+    num_layers: int = Field(2, ge=1, description="autoregressive: always one")
     block_size: int = Field(7, ge=2, le=32, description="positions of a draft block (gamma)")
     target_layer_ids: tuple[int, ...] | None = Field(None, description="tapped layers; default: five, spread evenly")
     markov_head: MarkovHeadName = "vanilla"
@@ -83,6 +83,12 @@ class DraftShapeConfig(_Section):
     intermediate_size: int | None = Field(None, ge=1, description="default: the target's")
     mask_token_id: int | None = Field(None, ge=0, description="default: the rarest token of the corpus")
     initial_drafter: str | None = Field(None, description="go on from this drafter folder; its shape is taken over")
+
+    @model_validator(mode="after")
+    def _one_layer(self) -> "DraftShapeConfig":
+        if self.architecture == "autoregressive" and "num_layers" in self.model_fields_set and self.num_layers != 1:
+            raise ValueError(f"num_layers is {self.num_layers}, but an autoregressive drafter has one; leave it out")
+        return self
 
 
 class OptimisationConfig(_Section):

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from dspark_ray.errors import CheckpointError
-from dspark_ray.models.checkpoints import load_draft_model
+from dspark_ray.models.autoregressive_draft import DraftNetwork
+from dspark_ray.models.checkpoints import load_draft_network
 from dspark_ray.models.draft_config import read_json
-from dspark_ray.models.draft_model import DSparkDraftModel
 from dspark_ray.models.files import replace_text
 from dspark_ray.models.resolve import resolve_model
 from dspark_ray.training.config import TrainingConfig
@@ -35,11 +35,11 @@ class DraftSetup:
     initial_drafter: str | None
     seed: int
 
-    def build(self) -> DSparkDraftModel:
+    def build(self) -> DraftNetwork:
         """The float32 model as it is before the first step."""
         if self.initial_drafter is None:
             return new_draft_model(Path(self.target_folder), self.config_json, self.draft_token_ids, self.seed)
-        return load_draft_model(
+        return load_draft_network(
             str(resolve_model(self.initial_drafter)), self.target_folder, dtype=torch.float32, device="cpu"
         )
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dspark_ray.errors import CheckpointError
-from dspark_ray.models.draft_model import DSparkDraftModel
+from dspark_ray.models.autoregressive_draft import DraftNetwork
 from dspark_ray.training.anchors import sample_anchors
 from dspark_ray.training.batches import SupervisedBatch
 from dspark_ray.training.config import OptimisationConfig
@@ -45,9 +45,7 @@ class StepMetrics:
 class DraftTrainer:
     """Steps a model over supervised batches. `step` counts finished steps."""
 
-    def __init__(
-        self, model: DSparkDraftModel, config: OptimisationConfig, device: torch.device, worker: int = 0
-    ) -> None:
+    def __init__(self, model: DraftNetwork, config: OptimisationConfig, device: torch.device, worker: int = 0) -> None:
         self.model = model.to(device).train()
         self.config, self.device, self.worker, self.step = config, device, worker, 0
         self._dtype = compute_dtype(config.dtype, device)
@@ -133,7 +131,7 @@ class DraftTrainer:
         self.step = int(state["step"])
 
 
-def draft_vocabulary(model: DSparkDraftModel, dtype: torch.dtype) -> DraftVocabulary:
+def draft_vocabulary(model: DraftNetwork, dtype: torch.dtype) -> DraftVocabulary:
     from_target = None
     if model.draft_to_target is not None:
         from_target = torch.full((model.config.vocab_size,), -1, device=model.draft_to_target.device)

@@ -13,15 +13,17 @@ import torch
 from torch import nn
 
 from dspark_ray.errors import ConfigError
+from dspark_ray.models.autoregressive_draft import AutoregressiveLayer, DraftNetwork, build_network
 from dspark_ray.models.checkpoints import read_target_embeddings, read_tensors, tensor_files
 from dspark_ray.models.draft_config import parse_draft_config, read_json
-from dspark_ray.models.draft_model import DraftLayer, DSparkDraftModel
+from dspark_ray.models.draft_model import DraftLayer
 from dspark_ray.training.config import DraftShapeConfig
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_TAPS = 5
 RANDOM_STD = 0.02
+PROJECTIONS = tuple(f"self_attn.{name}_proj.weight" for name in "qkv")
 ARCHITECTURES = {
     "dspark": "Qwen3DSparkModel",
     "dflash": "DFlashDraftModel",
@@ -41,7 +43,7 @@ def draft_config_json(target_folder: Path, shape: DraftShapeConfig, mask_token_i
         "vocab_size": int(target["vocab_size"]),
         "hidden_size": hidden,
         "intermediate_size": shape.intermediate_size or int(target["intermediate_size"]),
-        "num_hidden_layers": shape.num_layers,
+        "num_hidden_layers": 1 if shape.architecture == "autoregressive" else shape.num_layers,
         "num_attention_heads": heads,
         "num_key_value_heads": shape.num_key_value_heads or heads,
         "head_dim": int(target.get("head_dim") or hidden // heads),
@@ -54,9 +56,10 @@ def draft_config_json(target_folder: Path, shape: DraftShapeConfig, mask_token_i
         "num_target_layers": int(target["num_hidden_layers"]),
         "target_layer_ids": list(shape.target_layer_ids or spread_layers(int(target["num_hidden_layers"]))),
         "block_size": shape.block_size,
-        "mask_token_id": mask_token_id,
         "dtype": "bfloat16",
     }
+    if shape.architecture != "autoregressive":
+        config["mask_token_id"] = mask_token_id
     if shape.architecture == "dspark":
         config |= {
             "markov_head_type": shape.markov_head,
@@ -81,7 +84,7 @@ def spread_layers(num_target_layers: int, count: int = DEFAULT_TAPS) -> list[int
 
 def new_draft_model(
     target_folder: Path, config_json: dict[str, Any], draft_token_ids: Sequence[int] | None, seed: int
-) -> DSparkDraftModel:
+) -> DraftNetwork:
     """A trainable float32 model: embeddings and head are the target's and frozen, layers its last layers' weights.
 
     Args: draft_token_ids: target ids of a pruned draft vocabulary, increasing. Raises ConfigError if they do not fit.
@@ -92,7 +95,7 @@ def new_draft_model(
         raise ConfigError(
             f"draft_vocab_size is {config.draft_vocab_size}, but {len(draft_token_ids or ())} draft tokens were given"
         )
-    model = DSparkDraftModel(config)
+    model = build_network(config)
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1 and "markov" not in name:
             nn.init.normal_(parameter, std=RANDOM_STD)
@@ -103,7 +106,7 @@ def new_draft_model(
     return model
 
 
-def share_vocabulary(model: DSparkDraftModel, target_folder: Path, draft_token_ids: Sequence[int] | None) -> None:
+def share_vocabulary(model: DraftNetwork, target_folder: Path, draft_token_ids: Sequence[int] | None) -> None:
     """Give the model the target's frozen embeddings and (the chosen rows of) its head."""
     shared = read_target_embeddings(str(target_folder))
     head = shared.lm_head
@@ -114,7 +117,7 @@ def share_vocabulary(model: DSparkDraftModel, target_folder: Path, draft_token_i
     model.lm_head.weight = nn.Parameter(head.float(), requires_grad=False)
 
 
-def _start_heads(model: DSparkDraftModel) -> None:
+def _start_heads(model: DraftNetwork) -> None:
     """No transition bias and confidence one half at first, whatever the hidden states are."""
     if model.markov_head is not None:
         nn.init.normal_(model.markov_head.markov_w1.weight, std=1.0)
@@ -125,7 +128,7 @@ def _start_heads(model: DSparkDraftModel) -> None:
 
 
 @torch.no_grad()
-def _start_from_target(model: DSparkDraftModel, folder: Path) -> int:
+def _start_from_target(model: DraftNetwork, folder: Path) -> int:
     """Copy the last layers, the final norm, the last layer's input norm, and let `fc` pass the last tap through."""
     config, files = model.config, tensor_files(str(folder))
     names = {name.removeprefix("model."): name for name in files}
@@ -142,28 +145,37 @@ def _start_from_target(model: DSparkDraftModel, folder: Path) -> int:
         model.fc.weight[:, -config.hidden_size :] = torch.eye(config.hidden_size)
     started = 0
     for index, layer in enumerate(model.layers):
-        assert isinstance(layer, DraftLayer)
+        assert isinstance(layer, DraftLayer | AutoregressiveLayer)
         source = f"layers.{num_target_layers - config.num_layers + index}."
-        started += _start_layer(layer, {name: read(source + name) for name in _layer_tensors(layer)})
+        tensors = {name: read(source + name) for name in _layer_tensors(layer)}
+        norms = [layer.input_layernorm.weight]
+        if isinstance(layer, AutoregressiveLayer):  # this norm is of embeddings, as the target's first is
+            tensors["input_layernorm.weight"] = read("layers.0.input_layernorm.weight")
+            norms.append(model.hidden_norm.weight)
+        started += _start_layer(layer, tensors, norms)
     return started
 
 
-def _layer_tensors(layer: DraftLayer) -> list[str]:
+def _layer_tensors(layer: nn.Module) -> list[str]:
     return [name for name, _ in layer.named_parameters()]
 
 
-def _start_layer(layer: DraftLayer, source: dict[str, torch.Tensor | None]) -> bool:
-    """True if every matrix was taken over."""
+def _start_layer(
+    layer: DraftLayer | AutoregressiveLayer, source: dict[str, torch.Tensor | None], input_norms: Sequence[torch.Tensor]
+) -> bool:
+    """True if every matrix was taken over. Args: input_norms: weights of the norms of what is projected, in order."""
     attention, whole = layer.self_attn, True
     for name, parameter in layer.named_parameters():
         tensor = source[name]
         if tensor is not None and name in ("self_attn.k_proj.weight", "self_attn.v_proj.weight"):
             tensor = _repeat_heads(tensor, parameter.shape[0], attention.head_dim)
+        if tensor is not None and name in PROJECTIONS:
+            tensor = _behind_embeddings(tensor, parameter)
         copied = _copy(parameter, tensor)
         whole = whole and (copied or parameter.dim() == 1)
     for norm, projection in ((attention.q_norm, attention.q_proj), (attention.k_norm, attention.k_proj)):
         if source[f"self_attn.{'q' if norm is attention.q_norm else 'k'}_norm.weight"] is None:
-            norm.weight.fill_(_typical_rms(projection.weight, layer.input_layernorm.weight))
+            norm.weight.fill_(_typical_rms(projection.weight, torch.cat(list(input_norms))))
     return whole
 
 
@@ -180,6 +192,14 @@ def _repeat_heads(weight: torch.Tensor, rows: int, head_dim: int) -> torch.Tenso
     if rows % head_dim or (rows // head_dim) % len(heads):
         return weight
     return heads.repeat_interleave(rows // head_dim // len(heads), dim=0).flatten(0, 1)
+
+
+def _behind_embeddings(weight: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """The target's projection for the feature half of an entry, what the parameter holds for the embedding half."""
+    num_before = parameter.shape[1] - weight.shape[1]
+    if num_before <= 0 or parameter.shape[0] != weight.shape[0]:
+        return weight
+    return torch.cat([parameter[:, :num_before], weight], dim=1)
 
 
 def _typical_rms(projection: torch.Tensor, norm: torch.Tensor) -> float:

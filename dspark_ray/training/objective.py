@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from dspark_ray.models.draft_model import DSparkDraftModel
+from dspark_ray.models.autoregressive_draft import DraftNetwork
 from dspark_ray.training.anchors import AnchorBlocks, Supervision, position_weights, supervise
+from dspark_ray.training.architectures import architecture_of
 from dspark_ray.training.batches import SupervisedBatch
-from dspark_ray.training.draft_forward import draft_hidden
 from dspark_ray.training.losses import HeadLosses, HeadTargets, LossWeights, confidence_loss, head_losses
 
 
@@ -47,7 +47,7 @@ class DraftVocabulary:
 
 
 def draft_objective(
-    model: DSparkDraftModel,
+    model: DraftNetwork,
     vocabulary: DraftVocabulary,
     batch: SupervisedBatch,
     blocks: AnchorBlocks,
@@ -55,7 +55,7 @@ def draft_objective(
 ) -> Objective:
     """Forward pass and loss over the given anchors (paper 3.3)."""
     config = model.config
-    hidden = draft_hidden(model, batch.taps, batch.token_ids, blocks)
+    hidden = architecture_of(model).hidden(batch.taps, batch.token_ids, blocks)
     first, num_drafts = config.first_prediction, config.max_draft_tokens
     hidden = hidden[:, :, first : first + num_drafts]  # [R, A, K, d]
     supervision = supervise(blocks, batch.lengths, num_drafts)
@@ -105,7 +105,7 @@ def _targets(
 
 
 def _confidence(
-    model: DSparkDraftModel,
+    model: DraftNetwork,
     hidden: torch.Tensor,
     previous: torch.Tensor,
     chosen: torch.Tensor,

@@ -26,7 +26,9 @@ def make_config(fixtures_dir: Path, tiny_target: str) -> Callable[..., AppConfig
     """Configuration for the tiny target: `kind` of drafter, `policy`, and overrides of the engine section."""
 
     def make(kind: str = "dspark", policy: str = "adaptive", folder: str | None = None, **engine: object) -> AppConfig:
-        model = {"dspark": "draft_vanilla", "dflash": "draft_dflash", "draft_model": "target"}.get(kind)
+        model = {"dspark": "draft_vanilla", "draft_model": "target"}.get(kind, f"draft_{kind}")
+        if kind in ("ngram", "none"):
+            model = None
         path = folder or (str(fixtures_dir / model) if model else None)
         return AppConfig.model_validate(
             {

@@ -15,11 +15,12 @@ from dspark_ray.algorithm.calibration import SequentialTemperatureScaling
 from dspark_ray.algorithm.mode_calibration import ModeCalibration
 from dspark_ray.algorithm.proposal import DraftProposal
 from dspark_ray.config import AppConfig
+from dspark_ray.engine.drafters.autoregressive import AutoregressiveDrafter
 from dspark_ray.engine.drafters.dspark import DSparkDrafter
 from dspark_ray.engine.drafters.factory import build_drafter
 from dspark_ray.engine.drafters.ngram import NgramDrafter, lookup, updated_acceptance
 from dspark_ray.errors import ConfigError
-from dspark_ray.models.checkpoints import load_draft_model
+from dspark_ray.models.checkpoints import load_autoregressive_model, load_draft_model
 from tests.engine.drafting import Row, Steps
 
 HIDDEN = 16
@@ -30,10 +31,19 @@ def folder(fixtures_dir: Path) -> Path:
     return fixtures_dir
 
 
-def _drafter(folder: Path, head: str = "rnn", num_pages: int = 64, **options: object) -> DSparkDrafter:
-    model = load_draft_model(str(folder / f"draft_{head}"), str(folder / "target"), dtype=torch.float32, device="cpu")
+@pytest.fixture(params=["rnn", "autoregressive"])
+def head(request: pytest.FixtureRequest) -> str:
+    """Drafters over features: a whole block at once, and one token after another."""
+    return str(request.param)
+
+
+def _drafter(folder: Path, head: str, num_pages: int = 64, **options: object) -> DSparkDrafter | AutoregressiveDrafter:
+    autoregressive = head == "autoregressive"
+    load = load_autoregressive_model if autoregressive else load_draft_model
+    model = load(str(folder / f"draft_{head}"), str(folder / "target"), dtype=torch.float32, device="cpu")
     options = {"num_draft_tokens": model.config.max_draft_tokens, "page_size": 4} | options
-    return DSparkDrafter(model, num_pages=num_pages, **options)  # type: ignore[arg-type]
+    drafter = AutoregressiveDrafter if autoregressive else DSparkDrafter
+    return drafter(model, num_pages=num_pages, **options)  # type: ignore[arg-type, return-value]
 
 
 def _row(request_id: str, start: int, count: int, **fields: object) -> Row:
@@ -67,9 +77,9 @@ def test_the_drafter_reproduces_two_rounds_of_the_dense_implementation(folder: P
 
 
 @pytest.mark.parametrize("style", [{}, {"temperature": 1.0, "coupled": True}])
-def test_a_batch_of_requests_drafts_what_each_drafts_alone(folder: Path, style: dict[str, object]) -> None:
-    names, together = ["a", "bb", "ccc", "dddd"], Steps(_drafter(folder))
-    alone = {name: Steps(_drafter(folder)) for name in names}
+def test_a_batch_of_requests_drafts_what_each_drafts_alone(folder: Path, head: str, style: dict[str, object]) -> None:
+    names, together = ["a", "bb", "ccc", "dddd"], Steps(_drafter(folder, head))
+    alone = {name: Steps(_drafter(folder, head)) for name in names}
     lengths = {"a": 3, "bb": 17, "ccc": 1, "dddd": 40}
     for round_ in range(3):
         rows = [
@@ -83,9 +93,9 @@ def test_a_batch_of_requests_drafts_what_each_drafts_alone(folder: Path, style: 
             assert _same(drafts[name], alone[name](row)[name])
 
 
-def test_finishing_the_first_request_leaves_the_others_drafts_unchanged(folder: Path) -> None:
+def test_finishing_the_first_request_leaves_the_others_drafts_unchanged(folder: Path, head: str) -> None:
     ids = [f"r{number}" for number in range(8)]
-    kept, one_gone = Steps(_drafter(folder)), Steps(_drafter(folder))
+    kept, one_gone = Steps(_drafter(folder, head)), Steps(_drafter(folder, head))
     for steps in (kept, one_gone):
         steps(*[_row(name, 0, 5 + len(name)) for name in ids])
     rows = [_row(name, 5 + len(name), 3) for name in ids]
@@ -94,15 +104,15 @@ def test_finishing_the_first_request_leaves_the_others_drafts_unchanged(folder: 
     assert all(_same(drafts[name], expected[name]) for name in ids[1:])
 
 
-def test_prefill_chunks_and_drafting_rows_mix_in_one_step(folder: Path) -> None:
-    steps, whole = Steps(_drafter(folder)), Steps(_drafter(folder))
+def test_prefill_chunks_and_drafting_rows_mix_in_one_step(folder: Path, head: str) -> None:
+    steps, whole = Steps(_drafter(folder, head)), Steps(_drafter(folder, head))
     assert list(steps(_row("a", 0, 6), _row("long", 0, 20, drafts=False))) == ["a"]
     drafts = steps(_row("a", 6, 1), _row("long", 20, 13))
     assert _same(drafts["long"], whole(_row("long", 0, 33))["long"])
 
 
-def test_a_drafter_that_lost_its_state_drafts_from_what_it_gets(folder: Path) -> None:
-    seen_all, lost = Steps(_drafter(folder)), Steps(_drafter(folder))
+def test_a_drafter_that_lost_its_state_drafts_from_what_it_gets(folder: Path, head: str) -> None:
+    seen_all, lost = Steps(_drafter(folder, head)), Steps(_drafter(folder, head))
     seen_all(_row("a", 0, 12))
     expected, draft = seen_all(_row("a", 12, 4))["a"], lost(_row("a", 12, 4))["a"]
     assert len(draft.tokens) == len(expected.tokens)
@@ -111,16 +121,16 @@ def test_a_drafter_that_lost_its_state_drafts_from_what_it_gets(folder: Path) ->
     assert lost.last.anchor_positions.tolist() == [16]  # positions stay true although the cache starts at 0
 
 
-def test_a_gap_is_appended_and_a_start_over_resets(folder: Path) -> None:
-    gap, reset, fresh = Steps(_drafter(folder)), Steps(_drafter(folder)), Steps(_drafter(folder))
+def test_a_gap_is_appended_and_a_start_over_resets(folder: Path, head: str) -> None:
+    gap, reset, fresh = Steps(_drafter(folder, head)), Steps(_drafter(folder, head)), Steps(_drafter(folder, head))
     gap(_row("a", 0, 4))
     assert len(gap(_row("a", 9, 2))["a"].tokens) == 5
     reset(_row("a", 0, 12))
     assert _same(reset(_row("a", 0, 7))["a"], fresh(_row("a", 0, 7))["a"])  # recompute after preemption
 
 
-def test_broken_features_of_one_request_disturb_no_other_and_are_forgotten(folder: Path) -> None:
-    healthy, disturbed = Steps(_drafter(folder, num_pages=6)), Steps(_drafter(folder, num_pages=6))
+def test_broken_features_of_one_request_disturb_no_other_and_are_forgotten(folder: Path, head: str) -> None:
+    healthy, disturbed = Steps(_drafter(folder, head, num_pages=6)), Steps(_drafter(folder, head, num_pages=6))
     broken = Row("bad", 0, [1] * 5, 3, torch.full((5, HIDDEN), torch.nan))
     expected, drafts = healthy(_row("a", 0, 4)), disturbed(broken, _row("a", 0, 4))
     assert len(drafts["bad"].tokens) == 0
@@ -132,31 +142,31 @@ def test_broken_features_of_one_request_disturb_no_other_and_are_forgotten(folde
     assert np.isfinite(drafts["bad"].confidences).all()
 
 
-def test_a_full_page_pool_means_no_drafts_and_never_an_error(folder: Path) -> None:
-    steps = Steps(_drafter(folder, num_pages=4))  # 16 tokens: one request of 4 and its block need 3 pages
+def test_a_full_page_pool_means_no_drafts_and_never_an_error(folder: Path, head: str) -> None:
+    steps = Steps(_drafter(folder, head, num_pages=4))  # 16 tokens: one request of 4 and its block need 3 pages
     assert list(steps(_row("a", 0, 4), _row("b", 0, 4))) == ["a"]
     assert list(steps(_row("a", 4, 1), _row("b", 4, 1))) == ["a"]  # who has pages keeps them
     assert list(steps(_row("b", 5, 1), dropped=("a",))) == ["b"]
     assert list(steps(_row("huge", 0, 60), _row("b", 6, 1))) == ["b"]  # larger than the pool: evicts nobody
 
 
-def test_the_longest_unused_context_is_evicted(folder: Path) -> None:
-    steps = Steps(_drafter(folder, num_pages=7))
+def test_the_longest_unused_context_is_evicted(folder: Path, head: str) -> None:
+    steps = Steps(_drafter(folder, head, num_pages=7))
     steps(_row("old", 0, 4), _row("new", 0, 4))
     for position in range(4, 8):
         assert list(steps(_row("new", position, 1))) == ["new"]
     assert list(steps(_row("new", 8, 1), _row("third", 0, 4))) == ["new", "third"]
 
 
-def test_past_the_drafters_own_context_limit_nothing_is_drafted(folder: Path) -> None:
-    steps = Steps(_drafter(folder))  # max_position_embeddings 128
+def test_past_the_drafters_own_context_limit_nothing_is_drafted(folder: Path, head: str) -> None:
+    steps = Steps(_drafter(folder, head))  # max_position_embeddings 128
     assert list(steps(_row("a", 0, 127))) == ["a"]
     assert list(steps(_row("a", 127, 1))) == []
     assert list(steps(_row("a", 128, 1))) == []
 
 
-def test_fewer_draft_tokens_are_the_first_of_the_whole_block(folder: Path) -> None:
-    whole, short = Steps(_drafter(folder)), Steps(_drafter(folder, num_draft_tokens=2))
+def test_fewer_draft_tokens_are_the_first_of_the_whole_block(folder: Path, head: str) -> None:
+    whole, short = Steps(_drafter(folder, head)), Steps(_drafter(folder, head, num_draft_tokens=2))
     expected, draft = whole(_row("a", 0, 9))["a"], short(_row("a", 0, 9))["a"]
     assert draft.tokens.tolist() == expected.tokens[:2].tolist()
     np.testing.assert_allclose(draft.confidences, expected.confidences[:2], atol=1e-6)
@@ -172,8 +182,23 @@ def test_dflash_drafts_at_its_masks_with_the_top_probability_as_confidence(folde
     np.testing.assert_allclose(draft.confidences, expected, atol=1e-4)
 
 
-def test_q_travels_for_rejection_rows_only(folder: Path) -> None:
-    steps = Steps(_drafter(folder, draft_top_k=8))
+def test_the_autoregressive_drafter_reproduces_two_rounds_of_the_dense_implementation(folder: Path) -> None:
+    """Between the rounds the cache holds the entries of rejected drafts."""
+    drafter = _drafter(folder, "autoregressive")
+    steps, golden = Steps(drafter), load_file(folder / "draft_autoregressive" / "golden.safetensors")
+    start = 0
+    for name in ("r1", "r2"):
+        features = drafter._model.project(golden[f"{name}_features"][0])
+        tokens = golden[f"{name}_context_tokens"][0].tolist()
+        draft = steps(Row("a", start, tokens, int(golden[f"{name}_anchor"]), features))["a"]
+        assert draft.tokens.tolist() == golden[f"{name}_tokens"][0].tolist()
+        expected = golden[f"{name}_base_logits"][0].softmax(-1).max(-1).values.numpy()
+        np.testing.assert_allclose(draft.confidences, expected, atol=1e-4)
+        start += len(tokens)
+
+
+def test_q_travels_for_rejection_rows_only(folder: Path, head: str) -> None:
+    steps = Steps(_drafter(folder, head, draft_top_k=8))
     drafts = steps(
         _row("greedy", 0, 4),
         _row("coupled", 0, 4, temperature=1.0, coupled=True),
@@ -199,20 +224,20 @@ def test_q_travels_for_rejection_rows_only(folder: Path) -> None:
     assert steps.last.q_probs is None
 
 
-def test_sampled_drafts_vary_and_coupled_drafts_depend_on_the_seed_alone(folder: Path) -> None:
-    sampled = {tuple(Steps(_drafter(folder))(_row("a", 0, 4, temperature=2.0))["a"].tokens) for _ in range(8)}
+def test_sampled_drafts_vary_and_coupled_drafts_depend_on_the_seed_alone(folder: Path, head: str) -> None:
+    sampled = {tuple(Steps(_drafter(folder, head))(_row("a", 0, 4, temperature=2.0))["a"].tokens) for _ in range(8)}
     coupled = {
-        tuple(Steps(_drafter(folder))(_row("a", 0, 4, temperature=2.0, coupled=True, seed=seed))["a"].tokens)
+        tuple(Steps(_drafter(folder, head))(_row("a", 0, 4, temperature=2.0, coupled=True, seed=seed))["a"].tokens)
         for seed in (1, 1, 1, 2)
     }
     assert len(sampled) > 4
     assert len(coupled) == 2
 
 
-def test_calibration_rescales_confidences_and_not_drafts(folder: Path) -> None:
-    plain = Steps(_drafter(folder))(_row("a", 0, 6))["a"]
+def test_calibration_rescales_confidences_and_not_drafts(folder: Path, head: str) -> None:
+    plain = Steps(_drafter(folder, head))(_row("a", 0, 6))["a"]
     scaling = SequentialTemperatureScaling((2.0, 2.0, 2.0, 0.5, 0.5))
-    scaled = Steps(_drafter(folder, calibration=ModeCalibration.of_all_modes(scaling)))(_row("a", 0, 6))["a"]
+    scaled = Steps(_drafter(folder, head, calibration=ModeCalibration.of_all_modes(scaling)))(_row("a", 0, 6))["a"]
     assert scaled.tokens.tolist() == plain.tokens.tolist()
     logits = np.log(plain.confidences / (1 - plain.confidences))
     np.testing.assert_allclose(scaled.confidences, scaling.apply(logits), atol=1e-4)
@@ -349,12 +374,20 @@ def test_a_draft_model_drafts_its_own_greedy_continuation(folder: Path) -> None:
 
 def test_the_factory_builds_every_kind(folder: Path) -> None:
     assert build_drafter(_config(folder, kind="none")) is None
-    for kind, name, expected in (("dspark", "draft_rnn", 5), ("dflash", "draft_dflash", 4), ("ngram", None, 4)):
+    for kind, name, expected in (
+        ("dspark", "draft_rnn", 5),
+        ("dflash", "draft_dflash", 4),
+        ("autoregressive", "draft_autoregressive", 5),
+        ("ngram", None, 4),
+    ):
         drafter = build_drafter(_config(folder, kind=kind, model=name and str(folder / name)))
         assert drafter is not None
         assert drafter.num_draft_tokens == expected
     with pytest.raises(ConfigError, match="num_draft_tokens is 9"):
         build_drafter(_config(folder, kind="dspark", model=str(folder / "draft_rnn"), num_draft_tokens=9))
+    for kind, name in (("dspark", "draft_autoregressive"), ("autoregressive", "draft_rnn")):
+        with pytest.raises(ConfigError, match=r"set drafter\.kind to"):
+            build_drafter(_config(folder, kind=kind, model=str(folder / name)))
     with pytest.raises(ConfigError, match="no confidences to calibrate"):
         build_drafter(_config(folder, kind="ngram", calibration="calibration.json"))
 

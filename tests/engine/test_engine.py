@@ -15,7 +15,7 @@ from dspark_ray.models.attention import KVCache
 from dspark_ray.request import GenerationChunk, GenerationRequest, SamplingParams
 from tests.engine.harness import Run, collect, tokens
 
-KINDS = ["dspark", "dflash", "draft_model", "ngram", "none"]
+KINDS = ["dspark", "dflash", "autoregressive", "draft_model", "ngram", "none"]
 POLICIES = ["adaptive", "algorithm1", "static", "threshold", "none"]
 MakeConfig = Callable[..., AppConfig]
 Generate = Callable[[tuple[int, ...], int], list[int]]

@@ -6,7 +6,6 @@ Letters: R requests of a call, N packed tokens, K draft positions, V vocabulary,
 
 import time
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -16,15 +15,10 @@ from dspark_ray.algorithm.proposal import DraftBatch
 from dspark_ray.algorithm.sampling import DraftSample, sample_draft
 from dspark_ray.engine.batch import DraftPlan, FeatureBatch
 from dspark_ray.engine.drafters.assemble import assemble, empty_draft_batch
+from dspark_ray.engine.drafters.confidences import Calibration, calibrated, top_probability_logits
 from dspark_ray.engine.drafters.contexts import Context, ContextPool, packed_positions
 from dspark_ray.models.attention import build_attention_batch
 from dspark_ray.models.draft_model import DSparkDraftModel, block_tokens
-
-
-class Calibration(Protocol):
-    """Maps confidence logits [R, K] to calibrated conditionals c_k, given how each row is sampled (paper 3.2.1)."""
-
-    def apply(self, confidence_logits: np.ndarray, columns: SamplingColumns) -> np.ndarray: ...
 
 
 class DSparkDrafter:
@@ -139,19 +133,15 @@ class DSparkDrafter:
     def _confidences(
         self, hidden: torch.Tensor, anchors: torch.Tensor, samples: list[DraftSample], columns: SamplingColumns
     ) -> np.ndarray:  # [R, K]
-        """c_k of equation 7, calibrated. Without a head max_v q_k(v), which like the head sees x_<k but never x_k, so
-        that admission by it stays exact (Appendix A)."""
+        """c_k of equation 7, calibrated; without a head the drafter's own top probability."""
         model = self._model
         if model.confidence_head is None:
-            top_prob = torch.stack([sample.top_prob for sample in samples], dim=1)
-            logits = torch.logit(top_prob.float(), eps=1e-6)
+            logits = top_probability_logits(samples)
         else:
             previous = torch.stack([anchors, *(sample.tokens for sample in samples[:-1])], dim=1)
             embedding = None if model.markov_head is None else model.markov_head.markov_w1(previous)
             logits = model.confidence_head(hidden, embedding).float()
-        if self._calibration is not None:
-            return self._calibration.apply(logits.cpu().numpy(), columns)
-        return torch.sigmoid(logits).cpu().numpy()
+        return calibrated(logits, self._calibration, columns)
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self._device)

@@ -2,11 +2,13 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from dspark_ray.algorithm.mode_calibration import ModeCalibration
 from dspark_ray.config import AppConfig
+from dspark_ray.engine.drafters.autoregressive import AutoregressiveDrafter
 from dspark_ray.engine.drafters.base import Drafter
 from dspark_ray.engine.drafters.draft_model import DraftModelDrafter
 from dspark_ray.engine.drafters.dspark import DSparkDrafter
@@ -14,7 +16,8 @@ from dspark_ray.engine.drafters.ngram import NgramDrafter
 from dspark_ray.engine.memory import num_pages_that_fit
 from dspark_ray.engine.target_runner import resolve_num_draft_tokens
 from dspark_ray.errors import ConfigError
-from dspark_ray.models.checkpoints import load_draft_model
+from dspark_ray.models.autoregressive_draft import AutoregressiveDraftModel, DraftNetwork
+from dspark_ray.models.checkpoints import load_autoregressive_model, load_draft_model
 from dspark_ray.models.draft_config import DraftConfig, read_draft_config
 from dspark_ray.models.resolve import resolve_drafter, resolve_model
 from dspark_ray.models.target import TargetModel, read_config, resolve_device, resolve_dtype
@@ -33,7 +36,7 @@ def build_drafter(config: AppConfig) -> Drafter | None:
     drafter = config.drafter
     if drafter.kind == "none":
         return None
-    if drafter.calibration is not None and drafter.kind not in ("dspark", "dflash"):
+    if drafter.calibration is not None and not drafter.reads_features:
         raise ConfigError(
             f"drafter.calibration is set, but drafter.kind {drafter.kind} has no confidences to calibrate"
         )
@@ -47,23 +50,27 @@ def build_drafter(config: AppConfig) -> Drafter | None:
     folder, target_folder = str(resolve_drafter(drafter, config.target.model)), str(resolve_model(config.target.model))
     if drafter.kind == "draft_model":
         return _build_draft_model(config, folder, target_folder)
-    return _build_dspark(config, folder, target_folder)
+    return _build_feature_drafter(config, folder, target_folder)
 
 
-def _build_dspark(config: AppConfig, folder: str, target_folder: str) -> DSparkDrafter:
+def _build_feature_drafter(config: AppConfig, folder: str, target_folder: str) -> DSparkDrafter | AutoregressiveDrafter:
+    """A drafter whose checkpoint is a draft network over the target's features."""
     drafter, device = config.drafter, resolve_device(config.drafter.device)
     draft_config = read_draft_config(folder)
     dtype = resolve_dtype(drafter.dtype, device, draft_config.transformer)
-    model = load_draft_model(folder, target_folder, dtype=dtype, device=device)
+    load = load_autoregressive_model if drafter.kind == "autoregressive" else load_draft_model
+    model: DraftNetwork = load(folder, target_folder, dtype=dtype, device=device)
     num_draft_tokens = resolve_num_draft_tokens(config)
-    return DSparkDrafter(
-        model,
-        num_draft_tokens=num_draft_tokens,
-        num_pages=_num_pages(config, _context_bytes(draft_config, dtype), draft_config.max_positions, device),
-        page_size=config.engine.page_size,
-        draft_top_k=drafter.draft_top_k,
-        calibration=_calibration(config, folder, num_draft_tokens),
-    )
+    options: dict[str, Any] = {
+        "num_draft_tokens": num_draft_tokens,
+        "num_pages": _num_pages(config, _context_bytes(draft_config, dtype), draft_config.max_positions, device),
+        "page_size": config.engine.page_size,
+        "draft_top_k": drafter.draft_top_k,
+        "calibration": _calibration(config, folder, num_draft_tokens),
+    }
+    if isinstance(model, AutoregressiveDraftModel):
+        return AutoregressiveDrafter(model, **options)
+    return DSparkDrafter(model, **options)
 
 
 def _build_draft_model(config: AppConfig, folder: str, target_folder: str) -> DraftModelDrafter:
