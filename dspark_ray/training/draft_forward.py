@@ -2,8 +2,8 @@
 
 Attention has two parts under one softmax: scores over the sequence's context, masked to positions before the block's
 anchor, and scores within the block. Blocks never see each other, so cost grows with the anchors and not with their
-square. Letters: R sequences, S padded length, A anchors, G gamma, Q queries and B keys of a block, H query heads, D head
-size, d hidden size.
+square. Letters: R sequences, S padded length, A anchors, G gamma, Q queries and B keys of a block, H query heads, D
+head size, d hidden size.
 """
 
 import torch
