@@ -34,10 +34,11 @@ def kill_process(pid: int) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.parametrize("kind", ["dspark", "autoregressive"])
 def test_tokens_over_ray_equal_those_in_one_process(
-    make_config: MakeConfig, ray_engine: Any, local_tokens: Any
+    make_config: MakeConfig, ray_engine: Any, local_tokens: Any, kind: str
 ) -> None:
-    config = make_config()
+    config = make_config(kind)
     greedy, seeded = make_requests(8), make_requests(8, **SEEDED)
 
     async def main() -> tuple[list[dict[str, list[int]]], dict[str, Any]]:
