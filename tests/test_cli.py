@@ -141,7 +141,7 @@ def test_check_exact_finds_every_kind_equal_on_the_tiny_model(
     argv = ["check-exact", str(prompt_file), "--limit", "3", "--max-tokens", "12", "--policies", "static", "threshold"]
     assert main([*argv, "--concurrency", "1", "3", *tiny]) == 0
     summary = json.loads(capsys.readouterr().out.splitlines()[-1])
-    engines, modes, levels, prompts = 4 * 2 + 1, 2, 2, 3
+    engines, modes, levels, prompts = 5 * 2 + 1, 2, 2, 3
     assert (summary["runs"], summary["cases"]) == (engines * modes * levels, engines * modes * levels * prompts)
     assert summary["wrong"] == 0
     assert summary["equal"] + summary["ties"] == summary["cases"]

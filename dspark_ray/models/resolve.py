@@ -57,7 +57,7 @@ def resolve_drafter(config: DrafterConfig, target_model: str = DEMO_MODEL) -> Pa
     if target_model != DEMO_MODEL:
         raise ConfigError(
             f"no drafter is shipped for {target_model!r}: set drafter.model to the folder or Hugging Face id of a "
-            f"{config.kind} drafter trained for it, or drafter.kind to ngram or none"
+            f"drafter of kind {config.kind} trained for it, or drafter.kind to ngram or none"
         )
     return SHIPPED_DRAFTERS / DEMO_DRAFTER
 

@@ -42,7 +42,8 @@ def make_config(fixtures_dir: Path) -> Callable[..., AppConfig]:
 
     def make(kind: str = "dspark", policy: str = "static", **sections: dict[str, Any]) -> AppConfig:
         target, drafter, engine = (sections.get(name, {}) for name in ("target", "drafter", "engine"))
-        model = str(fixtures_dir / "draft_vanilla") if kind == "dspark" else None
+        folder = {"dspark": "draft_vanilla", "autoregressive": "draft_autoregressive"}.get(kind)
+        model = str(fixtures_dir / folder) if folder else None
         return AppConfig.model_validate(
             {
                 "target": {
