@@ -49,3 +49,7 @@ class ExecutorError(DSparkError):
 
 class PlacementError(DSparkError):
     """The cluster cannot place what the configuration asks for; the message lists what it has."""
+
+
+class TrainingError(DSparkError):
+    """Training over Ray failed more often than allowed; the message says why and where the last checkpoint is."""

@@ -122,6 +122,7 @@ class TrainerConfig(_Section):
     use_gpu: bool = False
     prefetch_batches: int = Field(2, ge=1, description="feature batches in flight a trainer: the back-pressure")
     max_failures: int = Field(3, ge=-1, description="restarts from the last checkpoint; -1: without limit")
+    placement_timeout_seconds: float = Field(120.0, gt=0, description="how long to wait for room in the cluster")
     feature_cache: Literal["none", "memory", "disk"] = Field(
         "none", description="keep features over epochs; about 2 (m + 1) d bytes a token"
     )
