@@ -1,8 +1,10 @@
 """Fixtures of all tests: one thread (the machine is shared), and the reference material beside the checkout."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import ray
 import torch
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -32,3 +34,20 @@ def golden_dir(shared_dir: Path) -> Path:
 def fixtures_dir() -> Path:
     """Tiny seeded models and vectors made by tests/fixtures/make_fixtures.py; part of the repository."""
     return REPOSITORY / "tests" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[None]:
+    """One small Ray for all tests that need one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_AUTH_MODE", "disabled")
+        ray.init(
+            address="local",
+            num_cpus=8,
+            num_gpus=0,
+            include_dashboard=False,
+            object_store_memory=100 * 2**20,
+            log_to_driver=False,
+        )
+        yield
+        ray.shutdown()

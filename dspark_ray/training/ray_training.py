@@ -178,12 +178,13 @@ class FailureNotice(ray.train.UserCallback):
         self._news = news
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        causes = "; ".join(f"trainer {rank}: {_first_line(error)}" for rank, error in worker_exceptions.items())
+        causes = _causes(worker_exceptions)
         self._news.put(f"training was interrupted ({causes}); going on from the last checkpoint if restarts are left")
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__
+def _causes(failures: dict[int, Exception]) -> str:
+    first_lines = {rank: str(error).strip().partition("\n")[0] for rank, error in failures.items()}
+    return "; ".join(f"trainer {rank}: {line or type(failures[rank]).__name__}" for rank, line in first_lines.items())
 
 
 def _fit(job: TrainerJob) -> None:
@@ -210,9 +211,11 @@ def _fit(job: TrainerJob) -> None:
         with _interruptible():
             group.fit()
     except ray.train.TrainingFailedError as error:
+        failures = getattr(error, "worker_failures", None)
         raise TrainingError(
-            f"training over Ray failed more than {trainer.max_failures} time(s) (trainer.max_failures). The last "
-            f"checkpoint is kept in {job.folder}: mend the cause and run the same command to go on.\n{error}"
+            f"training over Ray failed more than {trainer.max_failures} time(s) (trainer.max_failures): "
+            f"{_causes(failures) if failures else error}. The last checkpoint is kept in {job.folder}: mend the cause "
+            "and run the same command to go on."
         ) from error
     finally:
         shutil.rmtree(storage, ignore_errors=True)

@@ -1,8 +1,8 @@
-"""One small Ray for all worker tests, and ways to start drafters and engines on it."""
+"""Ways to start drafters and engines on the Ray of the tests."""
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,24 +16,6 @@ from dspark_ray.engine.local_executor import LocalExecutor
 from dspark_ray.workers.draft_worker import start_draft_worker
 from dspark_ray.workers.ray_executor import RayExecutor
 from tests.workers.harness import APP, RayEngine, collect_all
-
-NUM_CPUS = 8
-
-
-@pytest.fixture(scope="session")
-def local_ray() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RAY_AUTH_MODE", "disabled")
-        ray.init(
-            address="local",
-            num_cpus=NUM_CPUS,
-            num_gpus=0,
-            include_dashboard=False,
-            object_store_memory=100 * 2**20,
-            log_to_driver=False,
-        )
-        yield
-        ray.shutdown()
 
 
 @pytest.fixture
