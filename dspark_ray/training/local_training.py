@@ -12,6 +12,7 @@ from dspark_ray.training.draft_setup import DraftSetup
 from dspark_ray.training.draft_trainer import STATE_FILE, DraftTrainer
 from dspark_ray.training.feature_stream import FeatureCache, FeatureSource, LocalFeatureSource, stream_features
 from dspark_ray.training.features import FeatureExtractor
+from dspark_ray.training.markov_start import start_markov_head
 from dspark_ray.training.sequences import TrainingSequence
 from dspark_ray.training.training_loop import VALIDATION_BATCHES, LoopHooks, TrainingRecord, run_training
 
@@ -26,9 +27,7 @@ def train_locally(
 ) -> DraftTrainer:
     """Train from the state in `folder`, or from the start; the state after the last step lies there at the end."""
     torch.set_num_threads(config.trainer.num_threads)
-    trainer = DraftTrainer(setup.build(), config.optimisation, resolve_device(config.teacher.device))
-    if (folder / STATE_FILE).is_file():
-        trainer.load(folder)
+    trainer = new_trainer(config, setup, sequences, folder, resolve_device(config.teacher.device))
     source = LocalFeatureSource(FeatureExtractor(config.teacher, setup.target_layer_ids))
     optimisation = config.optimisation
     order = endless_batches(sequences, optimisation.tokens_per_step, optimisation.seed, 0, 1, skip=trainer.step)
@@ -39,6 +38,24 @@ def train_locally(
         validation_batches(config, validation, source),
         LoopHooks(record, lambda stepped: stepped.save(folder)),
     )
+    return trainer
+
+
+def new_trainer(
+    config: TrainingConfig,
+    setup: DraftSetup,
+    sequences: Sequence[TrainingSequence],
+    folder: Path,
+    device: torch.device,
+    worker: int = 0,
+) -> DraftTrainer:
+    """As the state in `folder` has it, or before the first step: every worker of a run gets the same weights."""
+    model, kept = setup.build(), (folder / STATE_FILE).is_file()
+    if not kept and setup.initial_drafter is None:
+        start_markov_head(model, sequences, setup.seed)
+    trainer = DraftTrainer(model, config.optimisation, device, worker)
+    if kept:
+        trainer.load(folder)
     return trainer
 
 

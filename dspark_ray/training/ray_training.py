@@ -27,9 +27,9 @@ from dspark_ray.models.resolve import resolve_model
 from dspark_ray.training.batches import endless_batches
 from dspark_ray.training.config import TrainingConfig
 from dspark_ray.training.draft_setup import DraftSetup
-from dspark_ray.training.draft_trainer import STATE_FILE, DraftTrainer
+from dspark_ray.training.draft_trainer import DraftTrainer
 from dspark_ray.training.feature_stream import RayFeatureSource, start_feature_workers, stream_features
-from dspark_ray.training.local_training import feature_cache, validation_batches
+from dspark_ray.training.local_training import feature_cache, new_trainer, validation_batches
 from dspark_ray.training.sequences import TrainingSequence
 from dspark_ray.training.training_loop import LoopHooks, TrainingRecord, run_training
 from dspark_ray.workers.placement import LEAST_CPUS, describe_cluster, thread_env
@@ -82,11 +82,9 @@ def train_worker(loop_config: dict[str, TrainerJob]) -> None:
     config, context = job.config, ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(config.trainer.num_threads)
-    trainer = DraftTrainer(job.setup.build(), config.optimisation, get_device(), worker=rank)
-    if (job.folder / STATE_FILE).is_file():
-        trainer.load(job.folder)
-    source = RayFeatureSource(job.feature_workers, first=rank)
     sequences, optimisation = ray.get(job.sequences), config.optimisation
+    trainer = new_trainer(config, job.setup, sequences, job.folder, get_device(), worker=rank)
+    source = RayFeatureSource(job.feature_workers, first=rank)
     order = endless_batches(sequences, optimisation.tokens_per_step, optimisation.seed, rank, world, skip=trainer.step)
     cache = feature_cache(config, job.folder)
     batches = stream_features(sequences, order, source, config.trainer.prefetch_batches, cache)
