@@ -131,5 +131,10 @@ def test_logits_are_those_of_the_confidences_and_finite_at_the_ends() -> None:
     outcomes = DraftOutcomes(np.array([[0.0, 0.25, 1.0]]), np.array([3]), np.array([1]))
     assert np.isfinite(outcomes.logits).all()
     assert 1 / (1 + np.exp(-outcomes.logits)) == pytest.approx(outcomes.confidences, abs=1e-6)
-    both = concatenate([outcomes, outcomes])
-    assert len(both) == 2
+
+
+def test_parts_are_put_together_and_those_without_drafts_do_no_harm() -> None:
+    outcomes = DraftOutcomes(np.full((2, 3), 0.5), np.array([3, 2]), np.array([1, 0]))
+    none = DraftOutcomes(np.zeros((0, 0)), np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+    assert concatenate([none, outcomes, outcomes]).admitted.tolist() == [3, 2, 3, 2]
+    assert len(concatenate([none, none])) == 0
