@@ -71,7 +71,7 @@ class ModeCalibration:
         """Raises ConfigError naming the file and the field."""
         try:
             return cls.from_json(Path(path).read_text(encoding="utf-8"))
-        except OSError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"calibration {path} cannot be read: {error}") from error
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from error

@@ -47,6 +47,8 @@ class DraftOutcomes:
 
 
 def concatenate(parts: list[DraftOutcomes]) -> DraftOutcomes:
+    """All drafts of one drafter. Parts without any are left out: where nothing was decoded, K is not known."""
+    parts = [part for part in parts if len(part)] or parts[:1]
     return DraftOutcomes(
         np.concatenate([part.confidences for part in parts]),
         np.concatenate([part.admitted for part in parts]),

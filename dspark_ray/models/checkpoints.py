@@ -80,7 +80,7 @@ def save_draft_model(model: DraftNetwork, config_json: dict[str, Any], folder: P
     """Write `folder` whole or not at all: config.json and bfloat16 weights in the DeepSpec layout.
 
     embed_tokens and lm_head, which are the target's, are left out; a pruned vocabulary adds d2t (offsets) and t2d
-    (mask), as in the speculators format.
+    (mask), as in the speculators format. Raises CheckpointError where the weights cannot be written.
     """
     tensors = {
         name: tensor.detach().to("cpu", torch.bfloat16).contiguous()
@@ -96,7 +96,10 @@ def save_draft_model(model: DraftNetwork, config_json: dict[str, Any], folder: P
         whole = Path(scratch) / folder.name
         whole.mkdir()
         (whole / "config.json").write_text(json.dumps(config_json, indent=2) + "\n", encoding="utf-8")
-        save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(tensors, whole / "model.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(f"{folder / 'model.safetensors'} cannot be written: {error}") from error
         folder.mkdir(exist_ok=True)
         for file in whole.iterdir():  # weights and config are each replaced whole
             os.replace(file, folder / file.name)

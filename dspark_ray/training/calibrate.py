@@ -77,7 +77,8 @@ def report_mode(fitted: DraftOutcomes, held_out: DraftOutcomes, provenance: Mapp
     if min(len(fitted), len(held_out)) < MIN_DRAFTS:
         raise ConfigError(
             f"the prompts gave {len(fitted)} and {len(held_out)} drafts verified in full, expected at least "
-            f"{MIN_DRAFTS} in each half; give more prompts or longer replies"
+            f"{MIN_DRAFTS} in each half; give more prompts (--prompts FILES, or a corpus with more validation "
+            "prompts: a larger corpus.num_reply_tokens or corpus.validation_share) or longer replies"
         )
     table = fit_sts(fitted.logits, fitted.accepted, provenance=provenance, shifted=True)
     unshifted = fit_sts(fitted.logits, fitted.accepted)

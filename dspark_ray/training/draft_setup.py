@@ -64,7 +64,8 @@ def prepare_setup(config: TrainingConfig, sequences: Sequence[TrainingSequence],
     chosen_by_corpus = {"mask_token_id": kept.config_json.get("mask_token_id")}
     if config.draft.mask_token_id is None:
         wanted.config_json.update(chosen_by_corpus)
-    different = [key for key, value in wanted.config_json.items() if kept.config_json.get(key) != value]
+    keys = sorted(wanted.config_json.keys() | kept.config_json.keys())
+    different = [key for key in keys if kept.config_json.get(key) != wanted.config_json.get(key)]
     if kept.target_folder != wanted.target_folder:
         different.append("target")
     if different:

@@ -96,7 +96,10 @@ class DraftTrainer:
             parameter.grad.div_(dist.get_world_size())
 
     def save(self, folder: Path) -> None:
-        """Write the state that `load` continues from bit for bit: whole, or not at all."""
+        """Write the state that `load` continues from bit for bit: whole, or not at all.
+
+        Raises OSError naming the file; the state that was there before is then still there.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         state = {
             "step": self.step,
@@ -110,25 +113,27 @@ class DraftTrainer:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(partial, folder / STATE_FILE)
-        except BaseException:
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(folder / STATE_FILE)) from error
+        finally:
             Path(partial).unlink(missing_ok=True)
-            raise
 
     def load(self, folder: Path) -> None:
         """Raises CheckpointError where the state is missing, damaged or of another drafter."""
         path = folder / STATE_FILE
         try:
             state: dict[str, Any] = torch.load(path, map_location=self.device, weights_only=True)
+            weights, optimizer, step = state["model"], state["optimizer"], int(state["step"])
         except Exception as error:
-            raise CheckpointError(f"{path} cannot be read as a trainer's state: {error}") from error
+            raise CheckpointError(f"{path} cannot be read as a trainer's state: {error!r}") from error
         own = {name: p for name, p in self.model.named_parameters() if name not in FROZEN}
-        if {n: t.shape for n, t in state["model"].items()} != {n: p.shape for n, p in own.items()}:
+        if {n: t.shape for n, t in weights.items()} != {n: p.shape for n, p in own.items()}:
             raise CheckpointError(f"{path} belongs to a drafter of another shape; give another output folder")
         with torch.no_grad():
             for name, parameter in own.items():
-                parameter.copy_(state["model"][name])
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.step = int(state["step"])
+                parameter.copy_(weights[name])
+        self._optimizer.load_state_dict(optimizer)
+        self.step = step
 
 
 def draft_vocabulary(model: DraftNetwork, dtype: torch.dtype) -> DraftVocabulary:

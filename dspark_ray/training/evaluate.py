@@ -94,10 +94,14 @@ async def evaluate(
 
 
 def goals(reports: Sequence[DrafterReport]) -> dict[str, dict[str, Any]]:
-    """What the figures are held against: the drafter called `dspark` (else the first), and its ratio to the rivals."""
+    """What the figures are held against: the drafter called `dspark` (else the first), and its ratio to the rivals.
+
+    Plain decoding is held against nothing."""
     by_name = {report.name: report for report in reports}
     ours = by_name.get("dspark", reports[0])
-    out = {}
+    out: dict[str, dict[str, Any]] = {}
+    if not ours.drafts:
+        return out
     for temperature in ours.measurements:
         value = ours.mean_accepted_length(temperature)
         if temperature in SHIPPED_GOALS:

@@ -82,7 +82,8 @@ def draw_training(records: Sequence[TrainingRecord], path: Path) -> None:
     for axes, title in zip(panels, ("loss", "acceptance (teacher-forced)", "expected accepted length"), strict=True):
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        if records:
+            axes.legend(fontsize=7)
     figure.savefig(path, dpi=DPI)
 
 

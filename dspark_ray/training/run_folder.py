@@ -1,5 +1,6 @@
 """Where a training run keeps what: DIR is the drafter itself, DIR/training what it was made from and with."""
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,15 +37,20 @@ class RunFolder:
         replace_text(self.drafter / "training" / "config.yaml", yaml_text)
 
     def append_metrics(self, record: TrainingRecord) -> None:
+        """On a line of its own, also behind one that a kill cut short."""
         self.metrics.parent.mkdir(parents=True, exist_ok=True)
-        with self.metrics.open("a", encoding="utf-8") as file:
-            file.write(record.to_json() + "\n")
+        with self.metrics.open("ab+") as file:
+            file.seek(max(0, file.tell() - 1))
+            whole = file.read() in (b"", b"\n")
+            file.write((b"" if whole else b"\n") + record.to_json().encode() + b"\n")
 
     def read_metrics(self) -> list[TrainingRecord]:
-        """Records so far; of a step that a resumed run did again, the later one."""
+        """Records so far; of a step that a resumed run did again, the later one. Lines cut short are left out."""
         if not self.metrics.is_file():
             return []
-        lines = self.metrics.read_text(encoding="utf-8").splitlines()
-        records = [TrainingRecord.from_json(line) for line in lines if line.strip()]
-        latest = {(record.split, record.step): record for record in records}
+        latest = {}
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            with suppress(ValueError):  # only the log of a run: not worth the run
+                record = TrainingRecord.from_json(line)
+                latest[record.split, record.step] = record
         return sorted(latest.values(), key=lambda record: record.step)
