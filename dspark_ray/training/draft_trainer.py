@@ -53,6 +53,7 @@ class DraftTrainer:
         for parameter in trainable:
             parameter.requires_grad_(True)
         self._trainable = trainable
+        self._share_start()
         self._optimizer = torch.optim.AdamW(
             trainable, lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=config.weight_decay, fused=True
         )
@@ -86,8 +87,15 @@ class DraftTrainer:
         with torch.autocast(self.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
             return draft_objective(self.model, self._vocabulary, batch.to(self.device), blocks, self._settings)
 
+    def _share_start(self) -> None:
+        """The first worker's weights for all: what was computed from the corpus may differ in the last bit."""
+        if _alone():
+            return
+        for parameter in self._trainable:
+            dist.broadcast(parameter.data, src=0)
+
     def _average_gradients(self) -> None:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
+        if _alone():
             return
         for parameter in self._trainable:
             if parameter.grad is None:
@@ -134,6 +142,10 @@ class DraftTrainer:
                 parameter.copy_(weights[name])
         self._optimizer.load_state_dict(optimizer)
         self.step = step
+
+
+def _alone() -> bool:
+    return not dist.is_initialized() or dist.get_world_size() == 1
 
 
 def draft_vocabulary(model: DraftNetwork, dtype: torch.dtype) -> DraftVocabulary:
