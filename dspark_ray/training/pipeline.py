@@ -10,7 +10,6 @@ from pathlib import Path
 from dspark_ray.algorithm.mode_calibration import CalibrationMode
 from dspark_ray.config import AppConfig
 from dspark_ray.engine.drafters.factory import CALIBRATION_FILE
-from dspark_ray.errors import ConfigError
 from dspark_ray.models.checkpoints import save_draft_model
 from dspark_ray.models.draft_config import checkpoint_kind
 from dspark_ray.models.files import replace_text
@@ -19,12 +18,12 @@ from dspark_ray.training.calibrate import CalibrationSettings, ModeReport, calib
 from dspark_ray.training.config import TrainingConfig
 from dspark_ray.training.corpus import CorpusCounts, Report, TargetPool, make_corpus
 from dspark_ray.training.draft_setup import prepare_setup
-from dspark_ray.training.draft_trainer import DraftTrainer
 from dspark_ray.training.evaluate import DataSets, DrafterReport, EvaluationSettings, evaluate
 from dspark_ray.training.local_training import train_locally
 from dspark_ray.training.measurement import Prompts, open_meter
 from dspark_ray.training.pictures import draw_reliability, draw_training
 from dspark_ray.training.ray_targets import ray_target_pool
+from dspark_ray.training.ray_training import train_on_ray
 from dspark_ray.training.run_folder import RunFolder
 from dspark_ray.training.sequences import TrainingSequence, read_sequences, read_shards
 from dspark_ray.training.training_loop import TrainingRecord
@@ -55,21 +54,9 @@ def train_stage(
         run.append_metrics(each)
         record(each)
 
-    trainer = _training(local)(config, setup, sequences, validation, run.state, keep)
+    trainer = (train_locally if local else train_on_ray)(config, setup, sequences, validation, run.state, keep)
     save_draft_model(trainer.model, setup.config_json, run.drafter)
     draw_training(run.read_metrics(), run.pictures / "training.png")
-
-
-def _training(local: bool) -> Callable[..., DraftTrainer]:
-    if local:
-        return train_locally
-    try:
-        from dspark_ray.training.ray_training import train_on_ray
-    except ImportError as error:
-        raise ConfigError(
-            f"training over Ray needs Ray Train: pip install 'dspark-ray[train]', or train with --local ({error})"
-        ) from error
-    return train_on_ray
 
 
 def calibrate_stage(
