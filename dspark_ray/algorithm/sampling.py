@@ -115,18 +115,21 @@ def sample_draft(
     positions: Column,  # [R] int64, position of the token being drawn
     generator: torch.Generator,
     k: int = 64,
+    vocabulary: torch.Tensor | None = None,  # [V] int64, the token of each column of a pruned draft vocabulary
 ) -> DraftSample:
     """Draw one draft token a row: argmax (greedy), from q (rejection), or argmax(log q + g) (coupled).
 
     q is the processed distribution over the k largest logits, renormalised. For rejection rows this keeps q small on
     the wire and exact. For coupled rows it is a choice of speed: noise for k tokens instead of V, at the price of the
     few drafts that would have come from the tail; the output does not depend on it. Logits that are not finite yield
-    some draft, never an error: the target rejects what it does not like.
+    some draft, never an error: the target rejects what it does not like. Over a pruned vocabulary every draw is the one
+    of the whole vocabulary with -inf at the tokens it lacks, without a pass over these.
     """
     greedy = columns.greedy
     if greedy.all():
-        return _greedy_draft(logits)
-    values, ids = largest(logits, min(k, logits.shape[1]))
+        return _greedy_draft(logits, vocabulary)
+    values, places = largest(logits, min(k, logits.shape[1]))
+    ids = _named(places, vocabulary)
     values = values.to(torch.float32)
     values = torch.where(torch.isfinite(values[:, :1]), values, torch.zeros_like(values))
     # Greedy rows get the plain softmax here: their confidence must not be the 1.0 of a one-hot.
@@ -146,7 +149,7 @@ def sample_draft(
     tokens = ids.gather(1, choice[:, None])[:, 0]
     if greedy.any():
         rows = _index(np.flatnonzero(greedy), probs)
-        tokens[rows] = logits[rows].max(-1).indices
+        tokens[rows] = _named(logits[rows].max(-1).indices, vocabulary)
     top_prob = probs.amax(-1)
     if (greedy | columns.coupled).all():
         return DraftSample(tokens, tokens[:, None], torch.ones_like(probs[:, :1]), top_prob)
@@ -174,8 +177,13 @@ def host(column: Column) -> np.ndarray:
     return column.detach().cpu().numpy() if isinstance(column, torch.Tensor) else np.asarray(column)
 
 
-def _greedy_draft(logits: torch.Tensor) -> DraftSample:
-    peak, tokens = logits.max(-1)
+def _named(indices: torch.Tensor, vocabulary: torch.Tensor | None) -> torch.Tensor:
+    return indices if vocabulary is None else vocabulary[indices]
+
+
+def _greedy_draft(logits: torch.Tensor, vocabulary: torch.Tensor | None) -> DraftSample:
+    peak, indices = logits.max(-1)
+    tokens = _named(indices, vocabulary)
     top_prob = (peak.to(torch.float32) - logits.to(torch.float32).logsumexp(-1)).exp()
     return DraftSample(tokens, tokens[:, None], torch.ones_like(top_prob)[:, None], top_prob)
 

@@ -19,7 +19,6 @@ from dspark_ray.models.draft_model import (
     new_draft_cache,
     project_features,
     rotation_at,
-    whole_vocabulary,
 )
 
 
@@ -117,9 +116,6 @@ class AutoregressiveDraftModel(nn.Module):
 
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., V]
         return self.lm_head(hidden)
-
-    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:  # [..., V] -> [..., target vocabulary]
-        return whole_vocabulary(logits, self.draft_to_target, self.config.vocab_size)
 
 
 DraftNetwork = DSparkDraftModel | AutoregressiveDraftModel  # what a draft checkpoint holds

@@ -156,9 +156,6 @@ class DSparkDraftModel(nn.Module):
     def base_logits(self, hidden: torch.Tensor) -> torch.Tensor:  # [..., d] -> [..., V]
         return self.lm_head(hidden)
 
-    def target_logits(self, logits: torch.Tensor) -> torch.Tensor:  # [..., V] -> [..., target vocabulary]
-        return whole_vocabulary(logits, self.draft_to_target, self.config.vocab_size)
-
 
 def rotation_at(rotary_emb: nn.Module, hidden: torch.Tensor, positions: torch.Tensor) -> Rotation:
     """cos and sin [T, D] of packed positions [T]; dtype and device are those of hidden."""
@@ -168,14 +165,6 @@ def rotation_at(rotary_emb: nn.Module, hidden: torch.Tensor, positions: torch.Te
 
 def new_draft_cache(config: DraftConfig, num_slots: int, like: torch.Tensor) -> KVCache:
     return KVCache(config.num_layers, num_slots, config.num_kv_heads, config.head_dim, like.dtype, like.device)
-
-
-def whole_vocabulary(logits: torch.Tensor, draft_to_target: torch.Tensor | None, vocab_size: int) -> torch.Tensor:
-    """Logits over the target's vocabulary: -inf for tokens that a pruned draft vocabulary lacks."""
-    if draft_to_target is None:
-        return logits
-    full = logits.new_full((*logits.shape[:-1], vocab_size), float("-inf"))
-    return full.index_copy_(-1, draft_to_target, logits)
 
 
 def block_tokens(anchors: torch.Tensor, config: DraftConfig) -> torch.Tensor:  # [R] -> [R, gamma]

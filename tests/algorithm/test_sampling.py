@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from dspark_ray.algorithm.sampling import (
+    DraftSample,
     full_log_mass,
     largest,
     process_candidates,
@@ -188,6 +189,27 @@ def test_mixed_drafts_equal_separate_ones_and_greedy_is_argmax() -> None:
     alone = sample_draft(logits[2:4], coupled, np.array([2, 3]), torch.Generator(), k=16)
     assert torch.equal(mixed.tokens[2:4], alone.tokens)
     assert (mixed.q_ids[4:] == mixed.tokens[4:, None]).any(-1).all()
+
+
+def test_drafts_over_a_pruned_vocabulary_are_those_of_the_whole_one_without_the_rest() -> None:
+    rows, kept = 200, torch.tensor([40, 3, 77, 12, 5, 91, 60, 8])
+    logits = 3 * torch.randn(rows, len(kept), generator=torch.Generator().manual_seed(12))
+    whole = torch.full((rows, 100), -torch.inf)
+    whole[:, kept] = logits
+    greedy, coupled = make_columns(60, temperature=0.0), make_columns(60, temperature=0.8, top_p=0.9, coupled=True)
+    columns = concat_columns(greedy, coupled, make_columns(80, temperature=1.3, top_p=0.8))
+
+    def drawn(scores: torch.Tensor, vocabulary: torch.Tensor | None) -> DraftSample:
+        return sample_draft(scores, columns, np.arange(rows), torch.Generator().manual_seed(1), 4, vocabulary)
+
+    pruned, full = drawn(logits, kept), drawn(whole, None)
+    assert torch.equal(pruned.tokens, full.tokens)
+    assert torch.equal(pruned.q_ids, full.q_ids)
+    assert torch.allclose(pruned.q_probs, full.q_probs)
+    all_greedy = make_columns(rows, temperature=0.0)
+    alone = sample_draft(logits, all_greedy, np.arange(rows), torch.Generator(), 4, kept)
+    assert torch.equal(alone.tokens, whole.argmax(-1))
+    assert torch.allclose(alone.top_prob, logits.softmax(-1).amax(-1))
 
 
 def test_unseeded_drafts_of_one_generator_differ_from_call_to_call() -> None:

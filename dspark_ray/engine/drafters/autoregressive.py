@@ -169,8 +169,9 @@ class AutoregressiveDrafter:
             hidden, feature = self._model.forward_step(
                 previous, feature, self._tensor(positions + k), batch, self._cache
             )
-            logits = self._model.target_logits(self._model.base_logits(hidden))
-            samples.append(sample_draft(logits, columns, positions + k + 1, self._generator, self._draft_top_k))
+            logits, vocabulary = self._model.base_logits(hidden), self._model.draft_to_target
+            at = positions + k + 1
+            samples.append(sample_draft(logits, columns, at, self._generator, self._draft_top_k, vocabulary))
             finite &= hidden.isfinite().all(-1)
             previous = samples[-1].tokens
         return samples, finite.cpu().numpy()

@@ -124,7 +124,7 @@ class DSparkDrafter:
                 bias, state = head.step(state, previous, hidden[:, k])
                 logits = logits + bias
             sample = sample_draft(
-                self._model.target_logits(logits), columns, positions + k + 1, self._generator, self._draft_top_k
+                logits, columns, positions + k + 1, self._generator, self._draft_top_k, self._model.draft_to_target
             )
             samples.append(sample)
             previous = sample.tokens
