@@ -10,6 +10,7 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from string import ascii_lowercase
+from typing import Any
 
 import pytest
 from tokenizers import Regex, Tokenizer
@@ -23,8 +24,9 @@ from dspark_ray.cli.arguments import build_parser, config_from
 from dspark_ray.cli.serve import check_port_is_free, ready_message
 from dspark_ray.config import AppConfig
 from dspark_ray.errors import ConfigError
+from tests.chat_models import save_chat_model
 
-COMMANDS = ("demo-model", "generate", "profile", "serve", "check-exact")
+COMMANDS = ("demo-model", "generate", "profile", "serve", "check-exact", "train", "calibrate", "evaluate")
 
 
 def parse(*argv: str) -> Namespace:
@@ -92,6 +94,10 @@ def test_later_settings_win_over_earlier_ones(tmp_path: Path) -> None:
         (["generate", "hi", "--model", "/no/such/model"], "/no/such/model"),
         (["generate", "hi", "--temperature", "-1"], "temperature"),
         (["serve", "--drafter", "draft_model"], "drafter.model"),
+        (["train", "--out", "x", "--set", "optimisation.num_stepps=3"], "optimisation.num_stepps"),
+        (["train", "--out", "x", "--set", "draft.block_size=0"], "draft.block_size"),
+        (["evaluate", "--prompts", "missing.jsonl"], "missing.jsonl"),
+        (["calibrate", "--drafter-model", "no/such/folder"], "no/such/folder"),
     ],
 )
 def test_a_mistake_is_named_and_ends_in_status_2(
@@ -145,6 +151,77 @@ def test_check_exact_finds_every_kind_equal_on_the_tiny_model(
     assert (summary["runs"], summary["cases"]) == (engines * modes * levels, engines * modes * levels * prompts)
     assert summary["wrong"] == 0
     assert summary["equal"] + summary["ties"] == summary["cases"]
+
+
+SMALL_RUN = {
+    "corpus.prompts": ["{prompts}"],
+    "corpus.synthesise": False,
+    "corpus.min_reply_tokens": 1,
+    "corpus.max_reply_tokens": 24,
+    "corpus.validation_share": 0.5,
+    "corpus.concurrency": 8,
+    "corpus.num_threads": 1,
+    "teacher.device": "cpu",
+    "teacher.dtype": "float32",
+    "draft.num_layers": 1,
+    "draft.block_size": 3,
+    "draft.markov_rank": 4,
+    "optimisation.num_steps": 6,
+    "optimisation.tokens_per_step": 160,
+    "optimisation.anchors_per_sequence": 8,
+    "optimisation.warmup_steps": 2,
+    "optimisation.dtype": "float32",
+    "optimisation.checkpoint_every_steps": 3,
+    "optimisation.log_every_steps": 2,
+    "trainer.num_threads": 1,
+}
+
+
+@pytest.fixture(scope="module")
+def chat_target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("models") / "chat"
+    folder.mkdir()
+    save_chat_model(folder)
+    return folder
+
+
+def write_chats(path: Path, count: int) -> str:
+    path.write_text("".join(json.dumps({"turns": [f"question {i} of {path.stem}"]}) + "\n" for i in range(count)))
+    return str(path)
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+
+def test_train_makes_a_drafter_that_calibrate_and_evaluate_take(
+    chat_target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, held_out = tmp_path / "drafter", write_chats(tmp_path / "held.jsonl", 3)
+    config = tmp_path / "small.yaml"
+    config.write_text(json.dumps(SMALL_RUN).replace("{prompts}", write_chats(tmp_path / "prompts.jsonl", 60)))
+    argv = ["train", "--target", str(chat_target), "--out", str(out), "--local", "--config", str(config)]
+    assert main([*argv, "--held-out", held_out]) == 0
+    summary = last_line(capsys)
+    assert summary["corpus"]["sequences"]["train"] > 10
+    assert summary["train"]["steps"] == summary["train"]["validation"]["step"] == 6
+    assert summary["calibrate"].keys() >= {"modes"}
+    assert {"mean_ece_greedy", "accepted_length_T0"} <= summary["goals"].keys()
+    assert {path.name for path in out.iterdir()} >= {"config.json", "model.safetensors", "calibration.json"}
+
+    common = ["--model", str(chat_target), "--threads", "1", "--device", "cpu", "--dtype", "float32"]
+    fresh = tmp_path / "fresh.json"
+    assert main(["calibrate", "--drafter-model", str(out), "--max-tokens", "24", "--out", str(fresh), *common]) == 0
+    assert last_line(capsys)["modes"].keys() == {"greedy", "rejection", "coupled"}
+    assert (tmp_path / "fresh.png").read_bytes().startswith(b"\x89PNG")
+
+    pictures = tmp_path / "pictures"
+    drafters = ["--drafters", f"dspark={out}", "ngram", "none", "--max-tokens", "16", "--temperatures", "0"]
+    assert main(["evaluate", "--prompts", held_out, "--out", str(pictures), *drafters, *common]) == 0
+    judged = last_line(capsys)
+    assert judged["drafters"].keys() == {"dspark", "ngram", "none"}
+    assert judged["drafters"]["none"]["T=0"]["mean_accepted_length"] == 1.0
+    assert len(list(pictures.glob("*.png"))) == 2
 
 
 @pytest.mark.ray

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from dspark_ray.errors import ConfigError
 from dspark_ray.offline import load_tokenizer
+from dspark_ray.training import corpus
 from dspark_ray.training.config import CorpusConfig, TeacherConfig
 from dspark_ray.training.corpus import PROVENANCE_FILE, CorpusCounts, make_corpus
 from dspark_ray.training.prompts import ChatTemplate, is_validation, read_prompt_rows
@@ -141,3 +142,20 @@ def test_a_prompts_split_depends_on_the_prompt_alone(target: Path, tmp_path: Pat
 def test_a_prompt_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"corpus.prompts: .*missing.jsonl cannot be read"):
         list(read_prompt_rows([str(tmp_path / "missing.jsonl")], Counter()))
+
+
+def test_interrupted_it_keeps_what_is_finished(target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "REPORT_SECONDS", 0.0)
+    prompts = write_rows(tmp_path / "p.jsonl", *({"turns": [f"question {i}"]} for i in range(10)))
+    config = corpus_config(prompts=(prompts,), synthesise=False, min_reply_tokens=1, shard_sequences=100)
+    teacher = TeacherConfig(model=str(target), dtype="float32", device="cpu")
+
+    def interrupt(counts: CorpusCounts) -> None:
+        if counts.sequences.total() == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        make_corpus(teacher, config, tmp_path / "corpus", interrupt)
+    assert len(read_sequences(tmp_path / "corpus", "train")) == 3
+    assert json.loads((tmp_path / "corpus" / PROVENANCE_FILE).read_text())["sequences"] == {"train": 3}
+    assert make(target, tmp_path / "corpus", config).sequences["train"] == 10
